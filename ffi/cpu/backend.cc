@@ -1,0 +1,154 @@
+#include "ffi/cpu/backend.h"
+
+#include "ffi/cpu/parallel.h"
+
+namespace sdm::cpu {
+namespace {
+
+using xla::ffi::Error;
+using xla::ffi::ThreadPool;
+
+// Range `part` of `parts` equal ones, whole cache lines of every dtype but for the last.
+Columns column_range(const Shape& s, int64_t parts, int64_t part) {
+  const int64_t step = ((s.width + parts - 1) / parts + 31) / 32 * 32;
+  const int64_t begin = part * step;
+  return {begin < s.width ? begin : s.width, begin + step < s.width ? begin + step : s.width, part};
+}
+
+Columns all_columns(const Shape& s) { return {0, s.width, 0}; }
+
+bool has_scales(Quant quant) { return quant == Quant::fp8 || quant == Quant::int4; }
+
+// One task for each chunk that the arrays hold.
+template <class F>
+Error for_chunks(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f) {
+  if (s.stored_chunks == 0) return Error::Success();
+  parallel_for(pool, s.streams * s.stored_chunks, scratch_bytes, [&](int64_t task, void* scratch) {
+    f(task / s.stored_chunks, s.first_chunk + task % s.stored_chunks, scratch);
+  });
+  return Error::Success();
+}
+
+// One task for each stream, on its only chunk.
+template <class F>
+Error for_streams(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f) {
+  parallel_for(pool, s.streams, scratch_bytes, f);
+  return Error::Success();
+}
+
+}  // namespace
+
+Error Backend::phase1(ThreadPool& pool, const Forward& f) {
+  return for_chunks(pool, f.shape, phase1_scratch_bytes(f.shape), [&](int64_t p, int64_t n, void* scratch) {
+    kernels(f.dtype).phase1(f, p, n, scratch);
+  });
+}
+
+Error Backend::solve(ThreadPool& pool, const Forward& f) {
+  return for_chunks(pool, f.shape, 0, [&](int64_t p, int64_t n, void*) { kernels(f.dtype).solve(f, p, n); });
+}
+
+Error Backend::gather(ThreadPool& pool, const Forward& f) {
+  return for_streams(pool, f.shape, 0,
+                     [&](int64_t p, void*) { kernels(f.dtype).gather(f, p, 0, all_columns(f.shape)); });
+}
+
+Error Backend::take_snapshot(ThreadPool& pool, const Forward& f) {
+  return for_streams(pool, f.shape, 0,
+                     [&](int64_t p, void*) { kernels(f.dtype).take_snapshot(f, p, 0, all_columns(f.shape)); });
+}
+
+Error Backend::dual_matmul(ThreadPool& pool, const Forward& f) {
+  return for_streams(pool, f.shape, 0,
+                     [&](int64_t p, void*) { kernels(f.dtype).dual_matmul(f, p, 0, all_columns(f.shape)); });
+}
+
+Error Backend::mover(ThreadPool& pool, const Forward& f) {
+  return for_streams(pool, f.shape, 0,
+                     [&](int64_t p, void*) { kernels(f.dtype).mover(f, p, 0, all_columns(f.shape)); });
+}
+
+Error Backend::gather_gradient(ThreadPool& pool, const Backward& b) {
+  return for_streams(pool, b.shape, 0,
+                     [&](int64_t p, void*) { kernels(b.dtype).gather_gradient(b, p, 0, all_columns(b.shape)); });
+}
+
+Error Backend::du_matmul(ThreadPool& pool, const Backward& b) {
+  return for_streams(pool, b.shape, 0,
+                     [&](int64_t p, void*) { kernels(b.dtype).du_matmul(b, p, 0, all_columns(b.shape)); });
+}
+
+Error Backend::write_mover(ThreadPool& pool, const Backward& b) {
+  return for_streams(pool, b.shape, mover_scratch_bytes(b.shape), [&](int64_t p, void* scratch) {
+    kernels(b.dtype, b.grad_dtype).write_mover(b, p, 0, all_columns(b.shape), scratch);
+  });
+}
+
+Error Backend::read_mover(ThreadPool& pool, const Backward& b) {
+  return for_streams(pool, b.shape, mover_scratch_bytes(b.shape), [&](int64_t p, void* scratch) {
+    kernels(b.dtype, b.grad_dtype).read_mover(b, p, 0, all_columns(b.shape), scratch);
+  });
+}
+
+Error Backend::phase1_backward(ThreadPool& pool, const Backward& b) {
+  return for_chunks(pool, b.shape, phase1_scratch_bytes(b.shape), [&](int64_t p, int64_t n, void* scratch) {
+    kernels(b.dtype).phase1_backward(b, p, n, scratch);
+  });
+}
+
+// Phase 1 and the solve of a slab of chunks, each chunk a task; then Phase 2, one task for each stream
+// and column range, which runs all the slab's chunks with its columns in cache.
+Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
+  const Kernels& k = kernels(whole.dtype);
+  if (whole.snapshot && has_scales(whole.quant)) parts = 1;  // the scale of a row needs all its columns
+  Forward f = whole;
+  Shape& s = f.shape;
+  const int64_t chunks = s.chunks(), slab = s.stored_chunks;
+  for (s.first_chunk = 0; s.first_chunk < chunks; s.first_chunk += slab) {
+    const int64_t count = std::min(slab, chunks - s.first_chunk);
+    parallel_for(pool, s.streams * count, phase1_scratch_bytes(s), [&](int64_t task, void* scratch) {
+      const int64_t p = task / count, n = s.first_chunk + task % count;
+      k.phase1(f, p, n, scratch);
+      k.solve(f, p, n);
+    });
+    parallel_for(pool, s.streams * parts, 0, [&](int64_t task, void*) {
+      const int64_t p = task / parts;
+      const Columns columns = column_range(s, parts, task % parts);
+      for (int64_t n = s.first_chunk; n < s.first_chunk + count; ++n) {
+        k.gather(f, p, n, columns);
+        k.dual_matmul(f, p, n, columns);
+        k.mover(f, p, n, columns);
+      }
+    });
+  }
+  return Error::Success();
+}
+
+// Phase 2 in reverse, one task for each stream and column range; then the sums over the ranges and the
+// Phase-1 backward, each chunk a task.
+Error Backend::backward(ThreadPool& pool, const Backward& b) {
+  const Kernels& k = kernels(b.dtype, b.grad_dtype);
+  const Shape& s = b.shape;
+  parallel_for(pool, s.streams * b.parts, mover_scratch_bytes(s), [&](int64_t task, void* scratch) {
+    const int64_t p = task / b.parts;
+    const Columns columns = column_range(s, b.parts, task % b.parts);
+    for (int64_t n = s.chunks() - 1; n >= 0; --n) {
+      k.gather_gradient(b, p, n, columns);
+      k.du_matmul(b, p, n, columns);
+      k.write_mover(b, p, n, columns, scratch);
+      k.read_mover(b, p, n, columns, scratch);
+    }
+  });
+  return for_chunks(pool, s, phase1_scratch_bytes(s), [&](int64_t p, int64_t n, void* scratch) {
+    k.add_parts(b, p, n);
+    k.phase1_backward(b, p, n, scratch);
+  });
+}
+
+Error Backend::decode(ThreadPool& pool, const Decode& d) {
+  return for_streams(pool, d.shape, decode_scratch_bytes(d.shape), [&](int64_t p, void* scratch) {
+    kernels(d.dtype).decode(d, p, all_columns(d.shape), scratch);
+  });
+}
+
+}  // namespace sdm::cpu

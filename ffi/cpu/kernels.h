@@ -1,0 +1,51 @@
+// The CPU kernels, as a table of functions for each bank dtype and instruction set.
+//
+// Each works on one chunk of one stream; those of Phase 2 on one range of columns, because columns
+// never meet there. They only read and write through the structs of cuda/sdm.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/sdm.h"
+
+namespace sdm::cpu {
+
+struct Columns {
+  int64_t begin;
+  int64_t end;
+  int64_t part;  // index of the range; sums over columns are kept apart by it
+};
+
+struct Kernels {
+  // Forward. `scratch` holds phase1_scratch_bytes.
+  void (*phase1)(const Forward&, int64_t stream, int64_t chunk, void* scratch);
+  void (*solve)(const Forward&, int64_t stream, int64_t chunk);
+  void (*gather)(const Forward&, int64_t stream, int64_t chunk, Columns);
+  void (*take_snapshot)(const Forward&, int64_t stream, int64_t chunk, Columns);
+  void (*dual_matmul)(const Forward&, int64_t stream, int64_t chunk, Columns);
+  void (*mover)(const Forward&, int64_t stream, int64_t chunk, Columns);
+  // Backward. `scratch` of the movers holds mover_scratch_bytes.
+  void (*gather_gradient)(const Backward&, int64_t stream, int64_t chunk, Columns);
+  void (*du_matmul)(const Backward&, int64_t stream, int64_t chunk, Columns);
+  void (*write_mover)(const Backward&, int64_t stream, int64_t chunk, Columns, void* scratch);
+  void (*read_mover)(const Backward&, int64_t stream, int64_t chunk, Columns, void* scratch);
+  void (*add_parts)(const Backward&, int64_t stream, int64_t chunk);
+  void (*phase1_backward)(const Backward&, int64_t stream, int64_t chunk, void* scratch);
+  // `scratch` holds decode_scratch_bytes.
+  void (*decode)(const Decode&, int64_t stream, Columns, void* scratch);
+};
+
+// The kernels for a bank dtype (and, in the backward, the dtype of its gradient) on this processor.
+const Kernels& kernels(DType bank, DType grad);
+inline const Kernels& kernels(DType bank) { return kernels(bank, bank); }
+
+// The instruction set that `kernels` serves: "baseline", "avx2" or "avx512". The environment
+// variable SDM_CPU_ISA asks for a lower one than the processor's best.
+const char* isa_name();
+
+size_t phase1_scratch_bytes(const Shape&);
+size_t mover_scratch_bytes(const Shape&);
+size_t decode_scratch_bytes(const Shape&);
+
+}  // namespace sdm::cpu

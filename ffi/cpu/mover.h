@@ -1,0 +1,171 @@
+// Mover: decay and write of a chunk's slots, the snapshot of their rows, and the backward's movers
+// (sections 3 to 5 of the specification). One visit of a row for each slot and chunk, in the order
+// of the slots, so every sum has a fixed order and a row is rounded once. Bound by the rows moved.
+#pragma once
+
+#include "ffi/cpu/kernels.h"
+#include "ffi/cpu/slots.h"
+#include "ffi/cpu/snapshot.h"
+
+namespace sdm::cpu::SDM_ISA {
+
+// A row further on in the list is asked for while row `i` is worked on.
+template <class T>
+inline void prefetch_slot(const T* rows, const SlotLists& lists, int64_t i, int64_t stride, int64_t width) {
+  constexpr int64_t ahead = 2;
+  if (!lists.listed(i + ahead)) return;
+  const T* row = rows + lists.slots[i + ahead] * stride;
+  for (int64_t c = 0; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c, 1);
+}
+
+// Stores row `i` of the chunk's snapshot. `row` points to column 0.
+template <class T>
+inline void snapshot_row(const Forward& f, const ChunkView& view, int64_t i, const T* row, Columns columns) {
+  const int64_t index = view.stored_chunk * f.shape.write_slots + i;
+  char* stored = at<char>(f.snapshot, index * snapshot_row_bytes(f.quant, sizeof(T), f.shape.width));
+  store_snapshot_row(f.quant, row, stored, f.scale ? f.scale + index : nullptr, columns.begin, columns.end);
+}
+
+template <class T>
+void take_snapshot(const Forward& f, int64_t p, int64_t n, Columns columns) {
+  const ChunkView view(f.shape, p, n);
+  const SlotLists lists = write_slots(f.chunks, view);
+  const T* bank = at<T>(f.bank, view.bank());
+  for (int64_t i = 0; lists.listed(i); ++i) {
+    snapshot_row(f, view, i, bank + lists.slots[i] * f.shape.width, columns);
+  }
+}
+
+template <class T>
+void mover(const Forward& f, int64_t p, int64_t n, Columns columns) {
+  using A = Acc<T>;
+  const ChunkView view(f.shape, p, n);
+  const int64_t stride = f.shape.width, writes = f.shape.writes, width = columns.end - columns.begin;
+  const SlotLists lists = write_slots(f.chunks, view);
+  T* bank = at<T>(f.bank, view.bank());
+  const A* carry = at<A>(f.chunks.k_carry, view.stored_token * writes);
+  const A* decay = at<A>(f.chunks.decay, view.stored_chunk * f.shape.write_slots);
+  const A* delta = at<A>(f.delta, view.stored_token * stride + columns.begin);
+  for (int64_t i = 0; lists.listed(i); ++i) {
+    T* row = bank + lists.slots[i] * stride;
+    prefetch_slot(bank + columns.begin, lists, i, stride, width);
+    if (f.snapshot) snapshot_row(f, view, i, static_cast<const T*>(row), columns);
+    const int64_t begin = lists.begin(i), end = lists.end(i);
+    T* part = row + columns.begin;
+    for_tiles<8, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+      Vec<A> acc[tile.size];
+      for (int k = 0; k < tile.size; ++k) acc[k] = decay[i] * tile.load(part + c, k);
+      for (int64_t e = begin; e < end; ++e) {
+        const int32_t position = lists.order[e];
+        if (!lists.valid(position)) continue;
+        const A* from = delta + position / writes * stride + c;
+        for (int k = 0; k < tile.size; ++k) acc[k] += carry[position] * tile.load(from, k);
+      }
+      for (int k = 0; k < tile.size; ++k) tile.store(part + c, k, acc[k]);
+    });
+  }
+}
+
+// Restores the slots that the chunk wrote, then: the dots dk_eff, dk_carry and ddecay with the old
+// gradient rows, and dM <- decay dM + sum of k_eff dret, where dret = -dv.
+template <class T, class G>
+void write_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void* scratch) {
+  using A = Acc<T>;
+  const ChunkView view(b.shape, p, n);
+  const Shape& s = b.shape;
+  const int64_t stride = s.width, writes = s.writes, width = columns.end - columns.begin;
+  const int64_t first = view.stored_chunk * s.write_slots;
+  const int64_t row_bytes = snapshot_row_bytes(b.quant, sizeof(T), s.width);
+  const int64_t part_token = columns.part * s.streams * s.tokens + view.token;
+  const SlotLists lists = write_slots(b.chunks, view);
+  T* bank = at<T>(b.bank, view.bank());
+  G* d_bank = at<G>(b.d_bank, view.bank() + columns.begin);
+  const A* k_eff = at<A>(b.chunks.k_eff, view.stored_token * writes);
+  const A* decay = at<A>(b.chunks.decay, first);
+  const A* delta = at<A>(b.delta, view.token * stride + columns.begin);
+  const A* dv = at<A>(b.dv, view.token * stride + columns.begin);
+  A* dk_eff = at<A>(b.dk_eff, part_token * writes);
+  A* dk_carry = at<A>(b.dk_carry, part_token * writes);
+  A* ddecay = at<A>(b.ddecay, columns.part * s.streams * s.stored_chunks * s.write_slots + first);
+  A* values = static_cast<A*>(scratch);  // the restored row, the old and the new gradient row
+  A* old_grad = values + stride;
+  A* new_grad = old_grad + stride;
+
+  for (int64_t i = 0; i < lists.entries; ++i) dk_eff[i] = dk_carry[i] = 0;
+  for (int64_t i = 0; i < s.write_slots; ++i) ddecay[i] = 0;
+  for (int64_t i = 0; lists.listed(i); ++i) {
+    G* d_row = d_bank + lists.slots[i] * stride;
+    prefetch_slot(d_bank, lists, i, stride, width);
+    restore_snapshot_row(b.quant, at<char>(b.snapshot, (first + i) * row_bytes), b.scale ? b.scale[first + i] : 0,
+                         bank + lists.slots[i] * stride, values, columns.begin, columns.end);
+    Vec<A> dot = {};
+    for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+      const Vec<A> grad = tile.load(d_row + c, 0);
+      dot += grad * tile.load(values + c, 0);
+      tile.store(old_grad + c, 0, grad);
+      tile.store(new_grad + c, 0, decay[i] * grad);
+    });
+    ddecay[i] = decay[i] * sum<A>(dot);
+    for (int64_t e = lists.begin(i); e < lists.end(i); ++e) {
+      const int32_t position = lists.order[e];
+      if (!lists.valid(position)) continue;
+      const int64_t row = position / writes * stride;
+      const A weight = k_eff[position];
+      Vec<A> eff = {}, carry = {};
+      for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+        const Vec<A> d = tile.load(dv + row + c, 0);
+        eff -= d * tile.load(values + c, 0);
+        carry += tile.load(delta + row + c, 0) * tile.load(old_grad + c, 0);
+        tile.store(new_grad + c, 0, tile.load(new_grad + c, 0) - weight * d);
+      });
+      dk_eff[position] = sum<A>(eff);
+      dk_carry[position] = sum<A>(carry);
+    }
+    for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+      for (int k = 0; k < tile.size; ++k) tile.store(d_row + c, k, tile.load(new_grad + c, k));
+    });
+  }
+}
+
+// dq_eff = <dY, M[s]> with the restored rows, and dM[s] += q_eff dY.
+template <class T, class G>
+void read_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void* scratch) {
+  using A = Acc<T>;
+  const ChunkView view(b.shape, p, n);
+  const int64_t stride = b.shape.width, reads = b.shape.reads, width = columns.end - columns.begin;
+  const SlotLists lists = read_slots(b.chunks, view);
+  const T* bank = at<T>(b.bank, view.bank() + columns.begin);
+  G* d_bank = at<G>(b.d_bank, view.bank() + columns.begin);
+  const A* q_eff = at<A>(b.chunks.q_eff, view.stored_token * reads);
+  const T* dy = at<T>(b.dy, view.token * stride + columns.begin);
+  A* dq_eff = at<A>(b.dq_eff, (columns.part * b.shape.streams * b.shape.tokens + view.token) * reads);
+  A* grad = static_cast<A*>(scratch);
+
+  for (int64_t i = 0; i < lists.entries; ++i) dq_eff[i] = 0;
+  for (int64_t i = 0; lists.listed(i); ++i) {
+    const T* row = bank + lists.slots[i] * stride;
+    G* d_row = d_bank + lists.slots[i] * stride;
+    prefetch_slot(bank, lists, i, stride, width);
+    prefetch_slot(d_bank, lists, i, stride, width);
+    for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+      for (int k = 0; k < tile.size; ++k) tile.store(grad + c, k, tile.load(d_row + c, k));
+    });
+    for (int64_t e = lists.begin(i); e < lists.end(i); ++e) {
+      const int32_t position = lists.order[e];
+      if (!lists.valid(position)) continue;
+      const T* from = dy + position / reads * stride;
+      Vec<A> dot = {};
+      for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+        const Vec<A> d = tile.load(from + c, 0);
+        dot += d * tile.load(row + c, 0);
+        tile.store(grad + c, 0, tile.load(grad + c, 0) + q_eff[position] * d);
+      });
+      dq_eff[position] = sum<A>(dot);
+    }
+    for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+      for (int k = 0; k < tile.size; ++k) tile.store(d_row + c, k, tile.load(grad + c, k));
+    });
+  }
+}
+
+}  // namespace sdm::cpu::SDM_ISA
