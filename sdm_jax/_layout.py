@@ -21,6 +21,9 @@ BANK_DTYPES = ("float32", "bfloat16", "float64")
 # so its working memory does not grow with the length of the stream.
 SLAB_TOKENS = 1024
 
+# Columns that one CPU task takes through the whole stream, so that the rows of a chunk stay in cache.
+COLUMNS_PER_TASK = 256
+
 
 def accumulate_dtype(dtype: Any) -> jnp.dtype:
     """The dtype that sums over rows of a `dtype` bank are carried in: float32, or float64 for float64."""
@@ -73,6 +76,11 @@ class Sizes:
     @property
     def read_slots(self) -> int:  # V: most distinct slots that a chunk can read
         return min(self.chunk_reads, self.num_slots)
+
+    @property
+    def column_parts(self) -> int:
+        """Ranges of columns that CPU tasks work on side by side; sums over columns add up range by range."""
+        return -(-self.width // COLUMNS_PER_TASK)
 
     @staticmethod
     def of(bank: Any, k_idx: Any, g: Any, q_idx: Any, chunk_size: int) -> Sizes:

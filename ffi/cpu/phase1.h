@@ -172,7 +172,7 @@ void phase1(const Forward& f, int64_t p, int64_t n, void* scratch) {
 
   SlotTokens<A> slot(spare + most_entries, s);
   for_all_slots(writes, reads, [&](int64_t w, int64_t r) {
-    slot.size = 0;
+    slot.size = slot.entries = 0;
     if (w >= 0) {
       slot.collect(writes, w, k_val, g, s);
       double after = 0;  // the decay that is still to come
@@ -249,7 +249,7 @@ void phase1_backward(const Backward& b, int64_t p, int64_t n, void* scratch) {
     }
   };
   for_all_slots(writes, reads, [&](int64_t w, int64_t r) {
-    slot.size = 0;
+    slot.size = slot.entries = 0;
     if (w >= 0) {
       slot.collect(writes, w, k_val, g, s);
       for (int64_t i = 0; i < slot.size; ++i) slot.dgate[i] = slot.dweight[i] = 0;

@@ -1,0 +1,141 @@
+"""JAX primitives whose platform is chosen when they are lowered.
+
+A primitive has one plain function for each implementation: `"cpu"` and `"cuda"` make a custom call,
+`"xla"` is plain JAX. The parameter `implementation` asks for one of them, or (None) leaves the choice
+to the platform that the computation is lowered for.
+
+All operands and results of a primitive have the batch axes in front, and every function takes any
+number of them, so vmap only has to put one more there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from sdm_jax.checks import UnsupportedConfigurationError
+
+Arrays = Sequence[Any]
+
+
+def has_cuda_module() -> bool:
+    """Whether the package was built with its CUDA kernels."""
+    return importlib.util.find_spec("sdm_jax._cuda") is not None
+
+
+def choose_implementation(platform: str, asked: str | None, bank_dtype: Any = None) -> str:
+    """The implementation that serves on a platform ("cpu", "cuda", "rocm", "tpu", ...), or an error that says why not."""
+    if asked == "xla":
+        return "xla"
+    if asked == "cpu" and platform != "cpu":
+        raise UnsupportedConfigurationError(
+            f"implementation='cpu' cannot serve a computation for {platform}: its kernels run on the CPU only. "
+            "Use implementation=None or 'xla'."
+        )
+    if asked == "cuda" and platform != "cuda":
+        raise UnsupportedConfigurationError(
+            f"implementation='cuda' cannot serve a computation for {platform}: its kernels run on NVIDIA GPUs "
+            "only. Use implementation=None or 'xla'."
+        )
+    if platform == "cpu":
+        return "cpu"
+    if platform == "cuda":
+        if has_cuda_module() and bank_dtype != jnp.float64:
+            return "cuda"
+        if asked == "cuda":
+            raise UnsupportedConfigurationError(
+                "implementation='cuda' cannot serve a float64 bank; float32 and bfloat16 are supported."
+                if has_cuda_module()
+                else "implementation='cuda' needs the CUDA module, which this installation of sdm_jax lacks."
+            )
+        if not has_cuda_module():
+            _warn_no_cuda_module()
+    return "xla"
+
+
+@functools.cache
+def _warn_no_cuda_module() -> None:
+    warnings.warn(
+        "sdm_jax was installed without its CUDA module, so plain JAX (implementation='xla') serves on this GPU. "
+        "To get the kernels, install sdm_jax from source where nvcc is found (SDM_CUDA=ON makes its absence an "
+        "error).",
+        stacklevel=2,
+    )
+
+
+def define(
+    name: str,
+    results: Callable[..., Arrays],
+    *,
+    cpu: Callable[..., Arrays],
+    xla: Callable[..., Arrays],
+) -> Callable[..., list[Any]]:
+    """A function `f(*arrays, implementation=None, **params)` that binds a new primitive.
+
+    **Arguments:**
+
+    - `results`: from the operands (anything with shape and dtype) and the parameters to the results'
+      shapes and dtypes.
+    - `cpu`: makes the custom call. Takes the operands and the parameters.
+    - `xla`: the same in plain JAX; also takes `platform`.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    def abstract_eval(*operands, implementation, **params):
+        del implementation
+        return [operands[0].update(shape=r.shape, dtype=r.dtype, weak_type=False) for r in results(*operands, **params)]
+
+    def lower(platform, ctx, *operands, implementation, **params):
+        chosen = choose_implementation(platform, implementation, operands_dtype(ctx))
+        function = cpu if chosen == "cpu" else functools.partial(xla, platform=platform)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
+
+    def operands_dtype(ctx):
+        # float64 operands come with a float64 bank only.
+        return jnp.float64 if any(a.dtype == jnp.float64 for a in ctx.avals_in) else None
+
+    def batch(operands, dims, **params):
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not batching.not_mapped)
+
+        def to_front(x, d):
+            if d is batching.not_mapped:
+                return jnp.broadcast_to(x, (size, *x.shape))
+            return jnp.moveaxis(x, d, 0)
+
+        out = primitive.bind(*map(to_front, operands, dims), **params)
+        return out, [0] * len(out)
+
+    def jvp(primals, tangents, **params):
+        raise NotImplementedError(
+            f"{name} has no derivative of its own: sdm_jax defines reverse-mode gradients of write_read and "
+            "decode_step (jax.grad, jax.vjp), once. For forward-mode or second derivatives use "
+            "implementation='reference'."
+        )
+
+    primitive.def_abstract_eval(abstract_eval)
+    mlir.register_lowering(primitive, functools.partial(lower, "cpu"), platform="cpu")
+    for platform in ("cuda", "rocm", "tpu"):
+        mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+
+    @functools.cache
+    def compiled(params):
+        return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+    primitive.def_impl(lambda *operands, **params: compiled(tuple(sorted(params.items())))(*operands))
+
+    def bind(*operands, implementation=None, **params):
+        return primitive.bind(*operands, implementation=implementation, **params)
+
+    bind.__name__ = bind.__qualname__ = name
+    return bind
