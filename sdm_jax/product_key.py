@@ -19,8 +19,7 @@ import numpy as np
 from jax import lax
 
 from sdm_jax._layout import BANK_DTYPES
-
-MAX_SELECTED = 256
+from sdm_jax.checks import MAX_ENTRIES
 
 
 def product_key_topk(scores: jax.Array, factors: Sequence[int], k: int) -> tuple[jax.Array, jax.Array]:
@@ -39,14 +38,15 @@ def product_key_topk(scores: jax.Array, factors: Sequence[int], k: int) -> tuple
     float64 scores) in ascending order of the slots, and is bitwise reproducible.
 
     Arguments:
-        scores: `[..., sum(factors)]`, float32, bfloat16 or float64: the scores of the first factor's columns, then of the second's, ...
+        scores: `[..., sum(factors)]`, float32, bfloat16 or float64: the scores of the columns of the
+            first factor, then of the second, and so on.
         factors: the sizes of the factors, one or more; their product is the number of slots.
         k: how many slots to select, `1 <= k <= min(256, number of slots)`.
 
     Returns:
         `(values, ids)`: the scores of the selected slots, `[..., k]` in the dtype of `scores` (-inf
-        where a selected score is NaN), and the slots, `[..., k]` int32 in ascending order. The values of float64
-        scores are summed in float64; their order is that of float32.
+        where a selected score is NaN), and the slots, `[..., k]` int32 in ascending order. The values of
+        float64 scores are summed in float64; their order is that of float32.
 
     Raises:
         TypeError: `scores` are of another dtype, or `factors` or `k` are not integers.
@@ -61,7 +61,8 @@ def product_key_topk(scores: jax.Array, factors: Sequence[int], k: int) -> tuple
         raise ValueError("scores must have at least one axis, got a scalar")
     if scores.shape[-1] != sum(factors):
         raise ValueError(
-            f"the last axis of scores has {scores.shape[-1]} columns, but factors {factors} need {sum(factors)}"
+            f"the last axis of scores has {scores.shape[-1]} columns, "
+            f"but factors {factors} need {sum(factors)}"
         )
     return _topk(scores, factors, k)
 
@@ -87,16 +88,16 @@ def check_count(name: str, count: int, num_slots: int) -> int:
         checked = operator.index(count)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {count!r}") from None
-    most = min(MAX_SELECTED, num_slots)
+    most = min(MAX_ENTRIES, num_slots)
     if not 1 <= checked <= most:
-        reason = f"there are {num_slots} slots" if most == num_slots else f"the limit is {MAX_SELECTED}"
+        reason = f"there are {num_slots} slots" if most == num_slots else f"the limit is {MAX_ENTRIES}"
         raise ValueError(
-            f"{name} must be in 1..{most} ({reason}), got {checked}; the nearest is {min(max(checked, 1), most)}"
+            f"{name} must be in 1..{most} ({reason}), got {checked}"
+            f"; the nearest valid value is {min(max(checked, 1), most)}"
         )
     return checked
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _topk(scores, factors, k):
     return _select(scores, factors, k)
@@ -121,9 +122,10 @@ def _topk_bwd(factors, k, ids, cotangents):
     )
 
 
-_topk.__wrapped__.defvjp(_topk_fwd, _topk_bwd)
+_topk.defvjp(_topk_fwd, _topk_bwd)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _select(scores, factors, k):
     dtype = scores.dtype
     scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
@@ -146,7 +148,7 @@ def _select(scores, factors, k):
 
 
 def _add(a, b, dtype):
-    """Sum of partial scores, rounded to the dtype of the scores; infinities of both signs are a NaN, so -inf."""
+    """Sum of partial scores, rounded to the dtype of the scores; inf - inf is a NaN, so -inf."""
     total = a + b
     total = jnp.where(jnp.isnan(total), -jnp.inf, total)
     if dtype == jnp.bfloat16:
@@ -165,7 +167,7 @@ def _pairs(num_i: int, num_j: int, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rank_columns(part, k):
-    """The best `min(k, n)` columns of one factor, best first, and their scores; the larger column first on ties."""
+    """Scores and columns of the best `min(k, n)` of a factor, best first, the larger column first on ties."""
     n = part.shape[-1]
     best, position = _top(part[..., ::-1], min(k, n))
     return best, n - 1 - position

@@ -170,7 +170,8 @@ def test_float64_values_are_exact():
         expected = np.take_along_axis(np.asarray(scores), i, 1) + np.take_along_axis(
             np.asarray(scores), j + 6, 1
         )
-        assert values.dtype == jnp.float64 and ids.dtype == jnp.int32
+        assert values.dtype == jnp.float64
+        assert ids.dtype == jnp.int32
         np.testing.assert_array_equal(values, expected)
 
 
@@ -221,8 +222,20 @@ def test_integers_of_numpy_are_taken():
         (np.zeros((2, 7), np.float32), (), 1, ValueError, "one or more integers"),
         (np.zeros((2, 7), np.float32), (7, 0), 1, ValueError, "at least 1"),
         (np.zeros((2, 7), np.float32), (4, 3), 0, ValueError, "k must be in 1..12"),
-        (np.zeros((2, 7), np.float32), (4, 3), 13, ValueError, "there are 12 slots.*nearest is 12"),
-        (np.zeros((2, 64), np.float32), (32, 32), 257, ValueError, "the limit is 256.*nearest is 256"),
+        (
+            np.zeros((2, 7), np.float32),
+            (4, 3),
+            13,
+            ValueError,
+            "there are 12 slots.*nearest valid value is 12",
+        ),
+        (
+            np.zeros((2, 64), np.float32),
+            (32, 32),
+            257,
+            ValueError,
+            "the limit is 256.*nearest valid value is 256",
+        ),
         (np.zeros((2, 7), np.float32), (4.0, 3), 2, TypeError, "factors must be a sequence of integers"),
         (np.zeros((2, 7), np.float32), 7, 2, TypeError, "factors must be a sequence of integers"),
         (np.zeros((2, 7), np.float32), (4, 3), 2.0, TypeError, "k must be an integer"),

@@ -1,0 +1,29 @@
+"""The command line of the package: `python -m sdm_jax COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from sdm_jax.cli import train
+from sdm_jax.cli._errors import CommandError
+
+# A command is a module with `add_parser(subparsers)`, which sets `run(arguments) -> exit status`.
+COMMANDS = (train,)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (by default the process's arguments) names; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sdm_jax", description="Sparse Delta Memory for JAX.")
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,64 @@
+"""Checkpoints of a run: the training state and the settings that made it, through orbax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from sdm_jax.cli._errors import CommandError
+
+
+class Checkpoints:
+    """The checkpoints in a folder; a context manager.
+
+    Arguments:
+        folder: where they are, made when the first is saved.
+        keep: how many of the newest are kept.
+    """
+
+    def __init__(self, folder: str, keep: int = 2):
+        self.folder = Path(folder).expanduser().absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            raise CommandError(f"--out {folder}: {error.strerror}") from None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._manager.close()
+
+    @property
+    def latest_step(self) -> int | None:
+        """The newest checkpoint's step; None if there is none."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Any, settings: dict[str, Any]) -> None:
+        """Saves a checkpoint, unless this step has one."""
+        if step == self.latest_step:
+            return
+        items = ocp.args.Composite(state=ocp.args.StandardSave(state), settings=ocp.args.JsonSave(settings))
+        self._manager.save(step, args=items)
+        self._manager.wait_until_finished()
+
+    def settings(self) -> dict[str, Any]:
+        """The settings saved with the newest checkpoint."""
+        items = ocp.args.Composite(settings=ocp.args.JsonRestore())
+        return self._manager.restore(self.latest_step, args=items)["settings"]
+
+    def restore(self, shapes: Any) -> Any:
+        """The newest state; `shapes` is a pytree of `jax.ShapeDtypeStruct` like it."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+        return self._manager.restore(self.latest_step, args=items)["state"]
+
+    def clear(self) -> None:
+        """Deletes all checkpoints."""
+        for step in self._manager.all_steps():
+            self._manager.delete(step)

@@ -1,0 +1,137 @@
+"""Text to train on: reading, splitting, drawing batches, and the order-1 model to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from sdm_jax.cli._errors import CommandError
+
+_EVERY = 20  # one file in so many, or else the last of so many parts, is for validation
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Bytes to train on and bytes to validate on.
+
+    Attributes:
+        source: where they are from, for people.
+        train: uint8.
+        validation: uint8.
+    """
+
+    source: str
+    train: np.ndarray
+    validation: np.ndarray
+
+    @property
+    def fingerprint(self) -> int:
+        """A checksum of all of it."""
+        return zlib.crc32(self.validation.tobytes(), zlib.crc32(self.train.tobytes()))
+
+
+def read_text(path: str | None) -> Text:
+    """Reads a file, all text files of a folder, or (None) the Python sources of the standard library.
+
+    Files come in the order of their paths; hidden files and files with NUL bytes are left out. Every 20th
+    file of a folder is for validation; where the files are too few for that, and for a
+    single file, it is the last twentieth of the text.
+
+    Raises:
+        CommandError: there is nothing to read, or it cannot be read.
+    """
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        return _split(f"the standard library in {root}", _read_files(root, _sources(root)))
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise CommandError(f"--data {path}: there is no such file or folder")
+    files = _read_files(root, [root] if root.is_file() else _text_files(root))
+    if not any(map(len, files)):
+        raise CommandError(
+            f"--data {path}: " + ("the file is empty" if root.is_file() else "found no text in it")
+        )
+    return _split(str(root), files)
+
+
+def _sources(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*.py") if not set(path.relative_to(root).parts) & set(_INSTALLED)]
+
+
+def _text_files(root: Path) -> list[Path]:
+    return [
+        path
+        for path in root.rglob("*")
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(root).parts)
+    ]
+
+
+def _read_files(root: Path, paths: list[Path]) -> list[bytes]:
+    files = []
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise CommandError(f"cannot read {path}: {error.strerror}") from None
+        if b"\0" not in content:
+            files.append(content)
+    return files
+
+
+def _split(source: str, files: list[bytes]) -> Text:
+    validation = b"".join(files[_EVERY - 1 :: _EVERY])
+    train = b"".join(content for i, content in enumerate(files) if i % _EVERY != _EVERY - 1)
+    if len(validation) * 5 * _EVERY < len(train):
+        whole = b"".join(files)
+        cut = len(whole) - len(whole) // _EVERY
+        train, validation = whole[:cut], whole[cut:]
+    return Text(source, np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8))
+
+
+def draw_batch(text: np.ndarray, batch_size: int, length: int, seed: int, step: int) -> np.ndarray:
+    """`[batch_size, length]` int32 pieces of the text, a function of the seed and the step alone."""
+    starts = np.random.default_rng([seed, step]).integers(0, len(text) - length + 1, batch_size)
+    return text[starts[:, None] + np.arange(length)].astype(np.int32)
+
+
+def validation_batches(
+    text: np.ndarray, batch_size: int, length: int, num_tokens: int
+) -> Iterator[np.ndarray]:
+    """Evenly spaced pieces of the text, `[n, length]` int32 with one `n <= batch_size`.
+
+    Each piece predicts its last `length - 1` bytes; together about `num_tokens` bytes.
+    """
+    available = (len(text) - 1) // (length - 1)
+    pieces = max(1, min(available, num_tokens // (length - 1)))
+    n = min(batch_size, pieces)
+    starts = np.linspace(0, len(text) - length, pieces // n * n).astype(np.int64)
+    for chosen in starts.reshape(-1, n):
+        yield text[chosen[:, None] + np.arange(length)].astype(np.int32)
+
+
+class ByteBigram:
+    """The order-1 model: the next byte given the last one, counted on a text.
+
+    Counts are smoothed towards the frequencies of single bytes, and those towards the uniform distribution,
+    each as if one more byte had been seen.
+    """
+
+    def __init__(self, text: np.ndarray):
+        counts = np.zeros(256 * 256, np.int64)
+        for start in range(0, len(text) - 1, 2**22):  # in parts: the pairs take more room than the text
+            part = text[start : start + 2**22 + 1].astype(np.int32)
+            counts += np.bincount(part[:-1] * 256 + part[1:], minlength=counts.size)
+        pairs = counts.reshape(256, 256)
+        single = (np.bincount(text, minlength=256) + 1 / 256) / (len(text) + 1)
+        self._bits = -np.log2((pairs + single) / (pairs.sum(1, keepdims=True) + 1))
+
+    def bits_per_byte(self, pieces: Iterable[np.ndarray]) -> float:
+        """Mean bits of the bytes after the first of each piece, `[..., length]`."""
+        bits = [self._bits[piece[:, :-1], piece[:, 1:]] for piece in pieces]
+        return float(np.mean(bits))

@@ -1,0 +1,211 @@
+"""Causal attention with rotary positions, over a sliding window or over the whole sequence, with a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from sdm_jax.flax import _settings
+
+_ROTARY_BASE = 10_000.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AttentionState:
+    """The keys and values that the next tokens of every sequence may attend to; a pytree.
+
+    Attributes:
+        keys: `[B, L, heads, width]`, rotated. With a window, those of the last `L = window` tokens, the
+            newest last; without, those of token `i` at `i` and room for `L` tokens in all.
+        values: `[B, L, heads, width]`, in the same places.
+        tokens: int32 scalar, how many tokens every sequence has seen.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    tokens: jax.Array
+
+
+class Attention(nnx.Module):
+    """Causal multi-head attention with rotary positions and normalised queries and keys.
+
+    With a `window`, token `t` attends to the tokens `t - window + 1 ... t`, and time and memory grow
+    linearly with the length of the sequence.
+
+    Arguments:
+        dim: width of the features.
+        num_heads: attention heads; their width `dim / num_heads` must be even.
+        window: how many tokens, itself included, a token attends to; None: all before it.
+        dtype: dtype of the computation; scores are float32 (float64) in any case. None: `param_dtype`.
+        param_dtype: dtype of the parameters.
+        kernel_init: initializer of the projections; by default that of `nnx.Linear`.
+        rngs: random streams; `params` is used.
+
+    Raises:
+        TypeError: a setting has the wrong type.
+        ValueError: a setting is out of range; the message names it and the nearest valid value.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        window: int | None = None,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: nnx.Initializer | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self.dim = _settings.integer("dim", dim, 1)
+        self.num_heads = _settings.divisor("num_heads", num_heads, "dim", self.dim)
+        self.head_dim = self.dim // self.num_heads
+        if self.head_dim % 2:
+            raise ValueError(f"the width of a head, dim / num_heads = {self.head_dim}, must be even")
+        self.window = None if window is None else _settings.integer("window", window, 1)
+        self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
+        if kernel_init is None:
+            kernel_init = nnx.initializers.lecun_normal()
+
+        def projection(columns):
+            return nnx.Linear(
+                self.dim,
+                columns,
+                use_bias=False,
+                dtype=self.dtype,
+                param_dtype=param_dtype,
+                kernel_init=kernel_init,
+                rngs=rngs,
+            )
+
+        def norm():
+            return nnx.RMSNorm(self.head_dim, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
+
+        self.query_key_value = projection(3 * self.dim)
+        self.query_norm = norm()
+        self.key_norm = norm()
+        self.output = projection(self.dim)
+
+    def init_state(self, batch: int, max_length: int | None = None) -> AttentionState:
+        """The state of `batch` sequences that have seen no token.
+
+        Without a window it has room for `max_length` tokens in all, which then must be given.
+        """
+        length = max_length if self.window is None else self.window
+        if length is None:
+            raise ValueError(
+                "max_length must be given for attention without a window: its cache does not move"
+            )
+        shape = (batch, length, self.num_heads, self.head_dim)
+        zeros = jnp.zeros(shape, self.dtype)
+        return AttentionState(keys=zeros, values=zeros, tokens=jnp.zeros((), jnp.int32))
+
+    def __call__(
+        self, x: jax.Array, state: AttentionState | None = None
+    ) -> tuple[jax.Array, AttentionState | None]:
+        """Attends from the next tokens of every sequence.
+
+        Arguments:
+            x: features, `[B, T, dim]`.
+            state: the tokens before them; None: there are none. Without a window the caller sees to
+                it that there is room for `T` more.
+
+        Returns:
+            `(y, state)`: `y [B, T, dim]`, and the state after these tokens (None if none was given).
+        """
+        batch, num_tokens, _ = x.shape
+        qkv = self.query_key_value(x).reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
+        query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+        start = jnp.zeros((), jnp.int32) if state is None else state.tokens
+        positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
+        query = _rotate(self.query_norm(query), positions)
+        key = _rotate(self.key_norm(key), positions)
+        if self.window is not None:
+            y, state = self._near(query, key, value, self.window, start, state)
+        elif state is None:
+            y = _attend(query, key, value, jnp.tri(num_tokens, dtype=bool))
+        else:
+            y, state = self._all(query, key, value, positions, state)
+        return self.output(y.reshape(batch, num_tokens, self.dim)), state
+
+    def _all(self, query, key, value, positions, state):
+        keys = jax.lax.dynamic_update_slice_in_dim(state.keys, key, state.tokens, axis=1)
+        values = jax.lax.dynamic_update_slice_in_dim(state.values, value, state.tokens, axis=1)
+        seen = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
+        y = _attend(query, keys, values, seen)
+        return y, AttentionState(keys=keys, values=values, tokens=state.tokens + query.shape[1])
+
+    def _near(self, query, key, value, window, start, state):
+        """Blocks of at most `window` tokens; each attends to itself and to the `window` tokens before it."""
+        batch, num_tokens, heads, width = query.shape
+        block = min(window, num_tokens)
+        num_blocks = -(-num_tokens // block) if block else 0
+
+        def with_past(x, past):
+            if past is None:
+                past = jnp.zeros((batch, window, heads, width), x.dtype)
+            return jnp.concatenate([past, x], axis=1)
+
+        keys = with_past(key, None if state is None else state.keys)
+        values = with_past(value, None if state is None else state.values)
+        if state is not None:
+            state = AttentionState(
+                keys=keys[:, num_tokens:], values=values[:, num_tokens:], tokens=start + num_tokens
+            )
+        if num_blocks == 0:
+            return query, state
+
+        def pad(x):
+            return jnp.pad(x, ((0, 0), (0, num_blocks * block - num_tokens), (0, 0), (0, 0)))
+
+        def spans(x):  # [B, blocks, window + block, heads, width]
+            if num_blocks == 1:
+                return x[:, None]
+            x = pad(x).reshape(batch, num_blocks + 1, window, heads, width)
+            return jnp.concatenate([x[:, :-1], x[:, 1:]], axis=2)
+
+        query = pad(query).reshape(batch, num_blocks, block, heads, width)
+        back = jnp.arange(block)[:, None] + window - jnp.arange(window + block)[None, :]
+        near = (back >= 0) & (back < window)
+        # Only the first block can look back to before the first token.
+        known = (jnp.arange(window + block) + start >= window)[None, :] | (jnp.arange(num_blocks) > 0)[
+            :, None
+        ]
+        mask = near[None] & known[:, None]
+        y = _attend(query, spans(keys), spans(values), mask[:, None])
+        return y.reshape(batch, num_blocks * block, heads, width)[:, :num_tokens], state
+
+
+def _rotate(x, positions):
+    """Rotary positions: `x [B, T, heads, width]`, `positions [T]`."""
+    half = x.shape[-1] // 2
+    acc = jnp.promote_types(x.dtype, jnp.float32)
+    frequencies = _ROTARY_BASE ** (-jnp.arange(half, dtype=acc) / half)
+    angles = positions.astype(acc)[:, None, None] * frequencies[None, None, :]
+    cos, sin = jnp.cos(angles)[None].astype(x.dtype), jnp.sin(angles)[None].astype(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def _attend(query, key, value, mask):
+    """Attention of `query [..., q, heads, width]` over `key` and `value [..., k, heads, width]`.
+
+    `mask [..., heads or 1, q, k]` or `[q, k]` says which keys a query sees; each sees at least one.
+    """
+    acc = jnp.promote_types(query.dtype, jnp.float32)
+    # The CPU backend multiplies batches of plain matrices fastest.
+    query, key, value = (jnp.moveaxis(x, -2, -3) for x in (query, key, value))
+    query = query * query.shape[-1] ** -0.5
+    scores = jnp.einsum("...qd,...kd->...qk", query, key, preferred_element_type=acc)
+    mask = mask.reshape((1,) * (scores.ndim - mask.ndim) + mask.shape)
+    scores = jnp.where(mask, scores, -jnp.inf)
+    # A softmax that divides the readings instead of the weights, of which there are more.
+    weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    total = weights.sum(axis=-1, keepdims=True)
+    y = jnp.matmul(weights.astype(value.dtype), value, preferred_element_type=acc) / total
+    return jnp.moveaxis(y.astype(value.dtype), -3, -2)
