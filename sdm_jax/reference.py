@@ -82,7 +82,7 @@ def _token(bank: Any, token: _Tokens) -> tuple[Any, Any]:
 
 
 def _one_bank(bank: Any, tokens: _Tokens, chunk_size: int, bank_dtype: Any) -> tuple[Any, Any]:
-    """All tokens of the streams of one bank: `bank [S, D]` and `tokens [n, T, ...]` in the accumulation dtype."""
+    """All tokens of the streams of one bank, `bank [S, D]` and `tokens [n, T, ...]`, in the accumulation dtype."""
     num_streams, num_tokens, _ = tokens.k_idx.shape
     num_chunks = -(-num_tokens // chunk_size)
 

@@ -22,7 +22,8 @@ def _row_scale(rows: Any, mode: str) -> Any:
     # Behind the barrier the divisor is no constant: XLA would multiply by its rounded reciprocal.
     largest = lax.optimization_barrier(jnp.full(amax.shape, _LARGEST[mode], jnp.float32))
     scale = _round_bfloat16(jnp.maximum(amax / largest, _SMALLEST_SCALE))
-    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
+    # Not by `amax`: the vectorised maximum of a CPU may lose a NaN.
+    return jnp.where(jnp.all(jnp.isfinite(rows), axis=-1), scale, jnp.nan)
 
 
 def quantize(rows: Any, mode: str) -> tuple[Any, Any]:
@@ -33,9 +34,9 @@ def quantize(rows: Any, mode: str) -> tuple[Any, Any]:
     - `rows`: `[..., D]`, of a bank dtype.
     - `mode`: `"none"`, `"bf16"`, `"fp8"` or `"int4"`.
 
-    **Returns:** `(stored, scale)`. `stored` is `[..., D]`, or `[..., ceil(D / 2)]` uint8 for `"int4"` with the
-    even column in the low nibble; `scale` is float32 `[...]` for `"fp8"` and `"int4"`, else None. A row with
-    an element that is not finite gets a NaN scale, and so is NaN when it is restored.
+    **Returns:** `(stored, scale)`. `stored` is `[..., D]`, or `[..., ceil(D / 2)]` uint8 for `"int4"` with
+    the even column in the low nibble; `scale` is float32 `[...]` for `"fp8"` and `"int4"`, else None. A row
+    with an element that is not finite gets a NaN scale, and so is NaN when it is restored.
     """
     if mode == "none":
         return rows, None
