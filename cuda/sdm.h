@@ -40,15 +40,15 @@ struct Shape {
 
 // Results of Phase 1. `acc` is float, or double for a float64 bank.
 struct Chunks {
-  void* a = nullptr;            // [P, N, C, C] acc, strictly lower triangular
-  void* qk = nullptr;           // [P, N, C, C] acc, lower triangular
-  void* k_eff = nullptr;        // [P, T stored, W] acc
-  void* k_carry = nullptr;      // [P, T stored, W] acc
-  void* q_eff = nullptr;        // [P, T stored, R] acc
-  int32_t* slots = nullptr;     // [P, N, U] distinct slots written, ascending, then -1
-  int32_t* starts = nullptr;    // [P, N, U + 1] where a slot's entries start in `order`
-  int32_t* order = nullptr;     // [P, N, C * W] positions t * W + w by slot, then token, then w; then -1
-  void* decay = nullptr;        // [P, N, U] acc
+  void* a = nullptr;               // [P, N, C, C] acc, strictly lower triangular
+  void* qk = nullptr;              // [P, N, C, C] acc, lower triangular
+  void* k_eff = nullptr;           // [P, T stored, W] acc
+  void* k_carry = nullptr;         // [P, T stored, W] acc
+  void* q_eff = nullptr;           // [P, T stored, R] acc
+  int32_t* slots = nullptr;        // [P, N, U] distinct slots written, ascending, then -1
+  int32_t* starts = nullptr;       // [P, N, U + 1] where a slot's entries start in `order`
+  int32_t* order = nullptr;        // [P, N, C * W] positions t * W + w by slot, then token, then w; then -1
+  void* decay = nullptr;           // [P, N, U] acc
   int32_t* read_slots = nullptr;   // [P, N, V]
   int32_t* read_starts = nullptr;  // [P, N, V + 1]
   int32_t* read_order = nullptr;   // [P, N, C * R]

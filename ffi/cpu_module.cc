@@ -25,9 +25,9 @@ NB_MODULE(_cpu, m) {
   // Capsules of all handlers, for jax.ffi.register_ffi_target.
   m.def("targets", [] {
     nb::dict targets;
-#define SDM_ADD(name)       \
-  targets["sdm_" #name] = nb::capsule( \
-      reinterpret_cast<void*>(&call<sdm::Handlers<sdm::cpu::Backend>::name>), "xla._CUSTOM_CALL_TARGET");
+#define SDM_ADD(name)     \
+  targets["sdm_" #name] = \
+      nb::capsule(reinterpret_cast<void*>(&call<sdm::Handlers<sdm::cpu::Backend>::name>), "xla._CUSTOM_CALL_TARGET");
     SDM_FOR_ALL_CALLS(SDM_ADD)
 #undef SDM_ADD
     return targets;

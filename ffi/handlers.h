@@ -19,7 +19,7 @@ class Call : public CallReader {
 
   Shape shape;
   Dims bank_lead;
-  Dims lead;  // leading axes of the tokens
+  Dims lead;                                // leading axes of the tokens
   ffi::DataType type = ffi::DataType::F32;  // of the bank
   ffi::DataType acc = ffi::DataType::F32;
 
@@ -117,10 +117,14 @@ class Call : public CallReader {
   }
   ffi::DataType snapshot_type(Quant mode) const {
     switch (mode) {
-      case Quant::none: return type;
-      case Quant::bf16: return ffi::DataType::BF16;
-      case Quant::fp8: return ffi::DataType::F8E4M3FN;
-      case Quant::int4: return ffi::DataType::U8;
+      case Quant::none:
+        return type;
+      case Quant::bf16:
+        return ffi::DataType::BF16;
+      case Quant::fp8:
+        return ffi::DataType::F8E4M3FN;
+      case Quant::int4:
+        return ffi::DataType::U8;
     }
     return type;
   }
@@ -161,11 +165,11 @@ using Rets = ffi::RemainingRets;
 using Attrs = ffi::Dictionary;
 
 // Returns the reader's error, if any; else runs the backend.
-#define SDM_RUN(call, launch) \
-  do {                        \
-    (call).finish();          \
+#define SDM_RUN(call, launch)                        \
+  do {                                               \
+    (call).finish();                                 \
     if ((call).error.failure()) return (call).error; \
-    return launch;            \
+    return launch;                                   \
   } while (0)
 
 template <class Backend>
@@ -462,9 +466,9 @@ struct Handlers {
                             join(call.lead, {s.stored_chunks, s.write_slots, call.snapshot_columns(f.quant)}));
       f.scale = call.ret<float>("scale", ffi::DataType::F32, call.chunks(call.scales(f.quant)));
     }
-    f.qx = call.ret("qx", call.acc, call.squares());                                  // workspace
+    f.qx = call.ret("qx", call.acc, call.squares());                                           // workspace
     f.retrieved = f.u = call.ret("retrieved", call.acc, join(call.lead, {s.chunk, s.width}));  // workspace
-    f.inter = call.ret("inter", call.acc, join(call.lead, {s.chunk, s.width}));       // workspace
+    f.inter = call.ret("inter", call.acc, join(call.lead, {s.chunk, s.width}));                // workspace
     f.shape = s;
     f.dtype = call.dtype();
     SDM_RUN(call, Backend::forward(context, f, parts));
@@ -551,20 +555,9 @@ struct Handlers {
 #undef SDM_RUN
 
 // Every call's handler, for registration: the target of `name` is "sdm_" #name.
-#define SDM_FOR_ALL_CALLS(visit) \
-  visit(phase1)                  \
-  visit(solve)                   \
-  visit(gather)                  \
-  visit(take_snapshot)           \
-  visit(dual_matmul)             \
-  visit(mover)                   \
-  visit(gather_gradient)         \
-  visit(du_matmul)               \
-  visit(write_mover)             \
-  visit(read_mover)              \
-  visit(phase1_backward)         \
-  visit(forward)                 \
-  visit(backward)                \
-  visit(decode)
+#define SDM_FOR_ALL_CALLS(visit)                                                                                       \
+  visit(phase1) visit(solve) visit(gather) visit(take_snapshot) visit(dual_matmul) visit(mover) visit(gather_gradient) \
+      visit(du_matmul) visit(write_mover) visit(read_mover) visit(phase1_backward) visit(forward) visit(backward)      \
+          visit(decode)
 
 }  // namespace sdm

@@ -2,9 +2,9 @@
 
 from sdm_jax import kernels
 from sdm_jax._calls import target_names
+from sdm_jax._plan import Plan, plan
 from sdm_jax.checks import UnsupportedConfigurationError, check_inputs, count_repeated_writes
 from sdm_jax.decode import decode_step
-from sdm_jax._plan import Plan, plan
 from sdm_jax.product_key import product_key_topk
 from sdm_jax.write_read import write_read
 

@@ -33,7 +33,13 @@ def _like(x: Any) -> jax.ShapeDtypeStruct:
     return _struct(x.shape, x.dtype)
 
 
-def _call(target: str, results: Sequence[Any], operands: Sequence[Any], aliases: dict[int, int] | None = None, **attributes):
+def _call(
+    target: str,
+    results: Sequence[Any],
+    operands: Sequence[Any],
+    aliases: dict[int, int] | None = None,
+    **attributes,
+):
     return jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases or {})(*operands, **attributes)
 
 
@@ -55,14 +61,14 @@ def _phase1_sizes(k_idx, g, q_idx, chunk, num_slots):
     )
 
 
-def _phase1_results(k_idx, k_val, g, q_idx, q_val, *, chunk, num_slots):
+def phase1_results(k_idx, k_val, g, q_idx, q_val, *, chunk, num_slots):
     return _layout.chunks_struct(_phase1_sizes(k_idx, g, q_idx, chunk, num_slots), g.dtype)
 
 
 phase1 = define(
     "sdm_phase1",
-    _phase1_results,
-    cpu=lambda *x, **params: _call("sdm_phase1", _phase1_results(*x, **params), x, **params),
+    phase1_results,
+    cpu=lambda *x, **params: _call("sdm_phase1", phase1_results(*x, **params), x, **params),
     xla=lambda *x, platform, **params: _xla.phase1(*x, **params),
 )
 
@@ -345,7 +351,12 @@ def _decode_cpu(*x):
 def _decode_xla(*x, platform):
     bank, *tokens = x
     y, bank = _xla.forward(
-        bank, *(t[..., None, :] for t in tokens), chunk=1, snapshot_quant="none", save=False, form=_xla_form(platform)
+        bank,
+        *(t[..., None, :] for t in tokens),
+        chunk=1,
+        snapshot_quant="none",
+        save=False,
+        form=_xla_form(platform),
     )
     return y[..., 0, :], bank
 

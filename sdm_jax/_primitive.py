@@ -32,7 +32,7 @@ def has_cuda_module() -> bool:
 
 
 def choose_implementation(platform: str, asked: str | None, bank_dtype: Any = None) -> str:
-    """The implementation that serves on a platform ("cpu", "cuda", "rocm", "tpu", ...), or an error that says why not."""
+    """The implementation that serves on a platform ("cpu", "cuda", "rocm", "tpu"), or an error that says why not."""
     if asked == "xla":
         return "xla"
     if asked == "cpu" and platform != "cpu":

@@ -93,7 +93,7 @@ def settings(
     )
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
@@ -119,9 +119,18 @@ def arguments(
 
     `token_axis=False`: one token a stream, the arguments lack the axis T.
     """
-    named = {"bank": bank, "k_idx": k_idx, "k_val": k_val, "v": v, "beta": beta, "g": g, "q_idx": q_idx, "q_val": q_val}
+    named = {
+        "bank": bank,
+        "k_idx": k_idx,
+        "k_val": k_val,
+        "v": v,
+        "beta": beta,
+        "g": g,
+        "q_idx": q_idx,
+        "q_val": q_val,
+    }
     for name, value in named.items():
-        if not _is_array(value):
+        if not is_array(value):
             raise TypeError(f"{name} must be an array, got {type(value).__name__}.")
     if jnp.dtype(bank.dtype).name not in BANK_DTYPES:
         raise TypeError(f"bank must be {', '.join(BANK_DTYPES)}; got {jnp.dtype(bank.dtype).name}.")
@@ -139,7 +148,9 @@ def arguments(
         raise ValueError(f"bank must have shape [..., S, D], got {_axes(bank.shape)}.")
     for name, tail in tails.items():
         if named[name].ndim < least:
-            raise ValueError(f"{name} must have shape [..., {', '.join((*token_axes, tail))}], got {_axes(named[name].shape)}.")
+            raise ValueError(
+                f"{name} must have shape [..., {', '.join((*token_axes, tail))}], got {_axes(named[name].shape)}."
+            )
 
     *bank_lead, num_slots, width = bank.shape
     lead = tuple(k_idx.shape[:-least])
@@ -152,24 +163,33 @@ def arguments(
     elif tuple(bank_lead) != lead:
         hint = ""
         if tuple(bank_lead) == lead[: len(bank_lead)]:
-            hint = (
-                " To let several streams use one bank, in which no two of them name the same slot, pass shared_bank=True."
-            )
+            hint = " To let several streams use one bank, in which no two name one slot, pass shared_bank=True."
         raise ValueError(
             f"bank has leading axes {_axes(tuple(bank_lead))} but k_idx has {_axes(lead)}; they must be equal.{hint}"
         )
     num_writes, num_reads = k_idx.shape[-1], q_idx.shape[-1]
     tokens = tuple(k_idx.shape[-least:-1])
-    sizes = {"k_val": (num_writes,), "v": (width,), "beta": (1,), "g": (1, num_writes), "q_idx": (num_reads,), "q_val": (num_reads,)}
+    sizes = {
+        "k_val": (num_writes,),
+        "v": (width,),
+        "beta": (1,),
+        "g": (1, num_writes),
+        "q_idx": (num_reads,),
+        "q_val": (num_reads,),
+    }
     for name, columns in sizes.items():
         shape = tuple(named[name].shape)
         want = _axes((*lead, *tokens), " or ".join(map(str, dict.fromkeys(columns))))
         if len(shape) != len(lead) + least:
-            raise ValueError(f"{name} must have {len(lead) + least} axes, {want} as k_idx and bank say; got {_axes(shape)}.")
+            raise ValueError(
+                f"{name} must have {len(lead) + least} axes, {want} as k_idx and bank say; got {_axes(shape)}."
+            )
         for axis, (got, need) in enumerate(zip(shape[:-1], (*lead, *tokens), strict=True)):
             if got != need:
                 what = "T" if token_axis and axis == len(lead) else "a leading axis"
-                raise ValueError(f"{name} has {got} on axis {axis} ({what}), but k_idx has {need}; {name} must be {want}.")
+                raise ValueError(
+                    f"{name} has {got} on axis {axis} ({what}), but k_idx has {need}; {name} must be {want}."
+                )
         if shape[-1] not in columns:
             raise ValueError(
                 f"{name} has {shape[-1]} on its last axis ({tails[name]}), but needs "
@@ -177,7 +197,9 @@ def arguments(
             )
     for name, what, count in (("k_idx", "W", num_writes), ("q_idx", "R", num_reads)):
         if not 1 <= count <= MAX_ENTRIES:
-            raise ValueError(f"{name} has {count} entries a token on its last axis ({what}); 1 to {MAX_ENTRIES} are supported.")
+            raise ValueError(
+                f"{name} has {count} entries a token on its last axis ({what}); 1 to {MAX_ENTRIES} are supported."
+            )
     for what, count in (("slots (S)", num_slots), ("columns (D)", width)):
         if count < 1:
             raise ValueError(f"bank has no {what}: its shape is {_axes(bank.shape)}.")
@@ -194,7 +216,9 @@ def arguments(
     )
     rows = num_slots * int(np.prod(bank_lead, dtype=object))
     if rows >= MAX_ROWS:
-        raise UnsupportedConfigurationError(f"bank has {rows} rows over all its leading axes; fewer than 2^31 are supported.")
+        raise UnsupportedConfigurationError(
+            f"bank has {rows} rows over all its leading axes; fewer than 2^31 are supported."
+        )
     padded = result.num_streams * result.num_chunks * result.chunk
     if padded >= MAX_ROWS:
         raise UnsupportedConfigurationError(
@@ -245,7 +269,16 @@ def check_inputs(
     slot that two streams of a shared bank name; NaN or infinity in `bank`, or in a weight, value, strength or gate that
     section 1 of the specification looks at. A gate of -inf (an exact erase) passes.
     """
-    named = {"bank": bank, "k_idx": k_idx, "k_val": k_val, "v": v, "beta": beta, "g": g, "q_idx": q_idx, "q_val": q_val}
+    named = {
+        "bank": bank,
+        "k_idx": k_idx,
+        "k_val": k_val,
+        "v": v,
+        "beta": beta,
+        "g": g,
+        "q_idx": q_idx,
+        "q_val": q_val,
+    }
     for name, value in named.items():
         if isinstance(value, jax.core.Tracer):
             raise TypeError(f"check_inputs looks at values, so it cannot run under a transformation; {name} is traced.")
@@ -327,7 +360,7 @@ def count_repeated_writes(k_idx: Any, num_slots: int | None = None) -> Any:
 
     **Returns:** int32 `[*B]`, the number of such entries of each stream. Works under `jit` and `vmap`.
     """
-    if not _is_array(k_idx) or not jnp.issubdtype(k_idx.dtype, jnp.integer):
+    if not is_array(k_idx) or not jnp.issubdtype(k_idx.dtype, jnp.integer):
         raise TypeError("k_idx must be an integer array [*B, T, W].")
     if k_idx.ndim < 2:
         raise ValueError(f"k_idx must have shape [..., T, W], got {_axes(k_idx.shape)}.")

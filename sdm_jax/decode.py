@@ -55,9 +55,7 @@ def decode_step(
     k_idx, q_idx = checks.clean_ids(k_idx, sizes.num_slots), checks.clean_ids(q_idx, sizes.num_slots)
     k_val, v, beta, g, q_val = map(jnp.asarray, (k_val, v, beta, g, q_val))
     if settings.implementation == "reference":
-        return reference.decode_step(
-            bank, k_idx, k_val, v, beta, g, q_idx, q_val, shared_bank=settings.shared_bank
-        )
+        return reference.decode_step(bank, k_idx, k_val, v, beta, g, q_idx, q_val, shared_bank=settings.shared_bank)
     if sizes.num_streams == 0:
         return jnp.zeros(v.shape, bank.dtype), bank
     return _decode(settings, bank, k_idx, k_val, v, beta, g, q_idx, q_val)
@@ -68,9 +66,7 @@ def _decode(settings: checks.Settings, bank, k_idx, k_val, v, beta, g, q_idx, q_
     acc = accumulate_dtype(bank.dtype)
     k_val, v, q_val = (x.astype(bank.dtype) for x in (k_val, v, q_val))
     beta, g = beta.astype(acc), g.astype(acc)
-    y, new_bank = _calls.decode(
-        bank, k_idx, k_val, v, beta, g, q_idx, q_val, implementation=settings.implementation
-    )
+    y, new_bank = _calls.decode(bank, k_idx, k_val, v, beta, g, q_idx, q_val, implementation=settings.implementation)
     return y, new_bank
 
 

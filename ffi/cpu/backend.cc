@@ -39,9 +39,8 @@ Error for_streams(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f)
 }  // namespace
 
 Error Backend::phase1(ThreadPool& pool, const Forward& f) {
-  return for_chunks(pool, f.shape, phase1_scratch_bytes(f.shape), [&](int64_t p, int64_t n, void* scratch) {
-    kernels(f.dtype).phase1(f, p, n, scratch);
-  });
+  return for_chunks(pool, f.shape, phase1_scratch_bytes(f.shape),
+                    [&](int64_t p, int64_t n, void* scratch) { kernels(f.dtype).phase1(f, p, n, scratch); });
 }
 
 Error Backend::solve(ThreadPool& pool, const Forward& f) {
@@ -91,9 +90,8 @@ Error Backend::read_mover(ThreadPool& pool, const Backward& b) {
 }
 
 Error Backend::phase1_backward(ThreadPool& pool, const Backward& b) {
-  return for_chunks(pool, b.shape, phase1_scratch_bytes(b.shape), [&](int64_t p, int64_t n, void* scratch) {
-    kernels(b.dtype).phase1_backward(b, p, n, scratch);
-  });
+  return for_chunks(pool, b.shape, phase1_scratch_bytes(b.shape),
+                    [&](int64_t p, int64_t n, void* scratch) { kernels(b.dtype).phase1_backward(b, p, n, scratch); });
 }
 
 // Phase 1 and the solve of a slab of chunks, each chunk a task; then Phase 2, one task for each stream
@@ -146,9 +144,8 @@ Error Backend::backward(ThreadPool& pool, const Backward& b) {
 }
 
 Error Backend::decode(ThreadPool& pool, const Decode& d) {
-  return for_streams(pool, d.shape, decode_scratch_bytes(d.shape), [&](int64_t p, void* scratch) {
-    kernels(d.dtype).decode(d, p, all_columns(d.shape), scratch);
-  });
+  return for_streams(pool, d.shape, decode_scratch_bytes(d.shape),
+                     [&](int64_t p, void* scratch) { kernels(d.dtype).decode(d, p, all_columns(d.shape), scratch); });
 }
 
 }  // namespace sdm::cpu

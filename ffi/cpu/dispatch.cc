@@ -6,8 +6,8 @@
 
 namespace sdm::cpu {
 
-#define SDM_DECLARE_ISA(isa)                     \
-  namespace isa {                                \
+#define SDM_DECLARE_ISA(isa)                      \
+  namespace isa {                                 \
   const Kernels& kernels(DType bank, DType grad); \
   }
 SDM_DECLARE_ISA(baseline)

@@ -10,8 +10,8 @@ namespace sdm::cpu::SDM_ISA {
 // out[t] = sum of weights[t, e] * rows[ids[t, e]] over the valid ids of token t. `rows` and `out`
 // point to the first column of the range.
 template <class T, class A = Acc<T>>
-void weighted_rows(const ChunkView& view, const T* rows, const int32_t* ids, const A* weights, int64_t entries,
-                   A* out, int64_t width) {
+void weighted_rows(const ChunkView& view, const T* rows, const int32_t* ids, const A* weights, int64_t entries, A* out,
+                   int64_t width) {
   const int64_t stride = view.s.width;
   const int64_t line = 64 / sizeof(T);
   for (int64_t t = 0; t < view.tokens; ++t) {
@@ -45,22 +45,19 @@ void gather(const Forward& f, int64_t p, int64_t n, Columns columns) {
   const T* rows = at<T>(f.bank, view.bank() + columns.begin);
   const int64_t out = view.one_chunk_row() + columns.begin;
   weighted_rows(view, rows, f.in.k_idx + view.token * f.shape.writes,
-                at<A>(f.chunks.k_eff, view.stored_token * f.shape.writes), f.shape.writes,
-                at<A>(f.retrieved, out), width);
-  weighted_rows(view, rows, f.in.q_idx + view.token * f.shape.reads,
-                at<A>(f.chunks.q_eff, view.stored_token * f.shape.reads), f.shape.reads, at<A>(f.inter, out),
+                at<A>(f.chunks.k_eff, view.stored_token * f.shape.writes), f.shape.writes, at<A>(f.retrieved, out),
                 width);
+  weighted_rows(view, rows, f.in.q_idx + view.token * f.shape.reads,
+                at<A>(f.chunks.q_eff, view.stored_token * f.shape.reads), f.shape.reads, at<A>(f.inter, out), width);
 }
 
 template <class G>
 void gather_gradient(const Backward& b, int64_t p, int64_t n, Columns columns) {
   using A = Acc<G>;
   const ChunkView view(b.shape, p, n);
-  weighted_rows(view, at<G>(b.d_bank, view.bank() + columns.begin),
-                b.in.k_idx + view.token * b.shape.writes,
-                at<A>(b.chunks.k_carry, view.stored_token * b.shape.writes),
-                b.shape.writes, at<A>(b.carried, view.one_chunk_row() + columns.begin),
-                columns.end - columns.begin);
+  weighted_rows(view, at<G>(b.d_bank, view.bank() + columns.begin), b.in.k_idx + view.token * b.shape.writes,
+                at<A>(b.chunks.k_carry, view.stored_token * b.shape.writes), b.shape.writes,
+                at<A>(b.carried, view.one_chunk_row() + columns.begin), columns.end - columns.begin);
 }
 
 }  // namespace sdm::cpu::SDM_ISA

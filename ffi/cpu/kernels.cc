@@ -34,9 +34,9 @@ void add_parts(const Backward& b, int64_t p, int64_t n) {
 
 template <class T, class G>
 constexpr Kernels table() {
-  return {phase1<T>,       solve<T>,        gather<T>,        take_snapshot<T>, dual_matmul<T>,    mover<T>,
-          gather_gradient<G>, du_matmul<T>, write_mover<T, G>, read_mover<T, G>, add_parts<Acc<T>>, phase1_backward<T>,
-          decode<T>};
+  return {phase1<T>,         solve<T>,           gather<T>,    take_snapshot<T>,  dual_matmul<T>,
+          mover<T>,          gather_gradient<G>, du_matmul<T>, write_mover<T, G>, read_mover<T, G>,
+          add_parts<Acc<T>>, phase1_backward<T>, decode<T>};
 }
 
 const Kernels& kernels(DType bank, DType grad) {

@@ -113,17 +113,14 @@ void dual_matmul(const Forward& f, int64_t p, int64_t n, Columns columns) {
   triangular_matmul<false>(
       at<A>(f.x, view.square()), chunk, view.tokens, u, stride, width,
       [](int64_t, int64_t, auto, int) __attribute__((always_inline)) { return Vec<A>{}; },
-      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value) __attribute__((always_inline)) {
-        tile.store(delta + t * stride + c, k, value);
-      });
+      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
+          __attribute__((always_inline)) { tile.store(delta + t * stride + c, k, value); });
   triangular_matmul<false>(
       at<A>(f.qx, view.square()), chunk, view.tokens, u, stride, width,
-      [&](int64_t t, int64_t c, auto tile, int k) __attribute__((always_inline)) {
-        return tile.load(inter + t * stride + c, k);
-      },
-      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value) __attribute__((always_inline)) {
-        tile.store(y + t * stride + c, k, value);
-      });
+      [&](int64_t t, int64_t c, auto tile, int k)
+          __attribute__((always_inline)) { return tile.load(inter + t * stride + c, k); },
+      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
+          __attribute__((always_inline)) { tile.store(y + t * stride + c, k, value); });
 }
 
 // ddelta = QK^T dY + carried; du = X^T ddelta; dv = beta du; the gradients of A, QK and beta.
@@ -146,18 +143,15 @@ void du_matmul(const Backward& b, int64_t p, int64_t n, Columns columns) {
 
   triangular_matmul<true>(
       at<A>(b.chunks.qk, view.square()), chunk, view.tokens, dy, stride, width,
-      [&](int64_t t, int64_t c, auto tile, int k) __attribute__((always_inline)) {
-        return tile.load(ddelta + t * stride + c, k);
-      },
-      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value) __attribute__((always_inline)) {
-        tile.store(ddelta + t * stride + c, k, value);
-      });
+      [&](int64_t t, int64_t c, auto tile, int k)
+          __attribute__((always_inline)) { return tile.load(ddelta + t * stride + c, k); },
+      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
+          __attribute__((always_inline)) { tile.store(ddelta + t * stride + c, k, value); });
   triangular_matmul<true>(
       at<A>(b.x, view.square()), chunk, view.tokens, static_cast<const A*>(ddelta), stride, width,
       [](int64_t, int64_t, auto, int) __attribute__((always_inline)) { return Vec<A>{}; },
-      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value) __attribute__((always_inline)) {
-        tile.store(du + t * stride + c, k, value);
-      });
+      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
+          __attribute__((always_inline)) { tile.store(du + t * stride + c, k, value); });
   triangular_outer<false>(dy, delta, view.tokens, stride, width, at<A>(b.dqk, part_square), chunk);
   triangular_outer<true>(du, delta, view.tokens, stride, width, da, chunk);
 

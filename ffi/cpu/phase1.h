@@ -67,13 +67,13 @@ inline void list_slots(const uint64_t* keys, int64_t count, int64_t entries, int
 template <class A>
 struct SlotTokens {
   int64_t size = 0;
-  double* gate;      // [C]
-  double* since;     // [C] sum of the gates up to and with this token
-  double* dgate;     // [C] backward only
-  double* dweight;   // [C] backward only
-  double* terms;     // [C] backward only
-  A* weight;         // [C] weights of the token's entries, added up
-  int32_t* token;    // [C] within the chunk
+  double* gate;     // [C]
+  double* since;    // [C] sum of the gates up to and with this token
+  double* dgate;    // [C] backward only
+  double* dweight;  // [C] backward only
+  double* terms;    // [C] backward only
+  A* weight;        // [C] weights of the token's entries, added up
+  int32_t* token;   // [C] within the chunk
   int64_t entries = 0;
   int32_t* position;  // [C * W] of an entry
   int32_t* index;     // [C * W] of its token in the arrays above
@@ -310,8 +310,7 @@ void phase1_backward(const Backward& b, int64_t p, int64_t n, void* scratch) {
       read_through += static_cast<double>(k_eff[position]) * dk_eff[position];
       const bool first = e == 0 || slot.index[e - 1] != i;  // the entry whose gate the token applies
       if (first) {
-        dg[s.gates == 1 ? slot.token[i] : position] +=
-            static_cast<A>(slot.dgate[i] + read_through + ddecay[w]);
+        dg[s.gates == 1 ? slot.token[i] : position] += static_cast<A>(slot.dgate[i] + read_through + ddecay[w]);
       }
     }
   });

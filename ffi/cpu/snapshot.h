@@ -72,10 +72,14 @@ float row_scale(const T* row, int64_t width, float levels) {
 
 inline int64_t snapshot_row_bytes(Quant quant, int64_t element_bytes, int64_t width) {
   switch (quant) {
-    case Quant::none: return element_bytes * width;
-    case Quant::bf16: return 2 * width;
-    case Quant::fp8: return width;
-    case Quant::int4: return (width + 1) / 2;
+    case Quant::none:
+      return element_bytes * width;
+    case Quant::bf16:
+      return 2 * width;
+    case Quant::fp8:
+      return width;
+    case Quant::int4:
+      return (width + 1) / 2;
   }
   return 0;
 }
