@@ -61,8 +61,7 @@ def product_key_topk(scores: jax.Array, factors: Sequence[int], k: int) -> tuple
         raise ValueError("scores must have at least one axis, got a scalar")
     if scores.shape[-1] != sum(factors):
         raise ValueError(
-            f"the last axis of scores has {scores.shape[-1]} columns, "
-            f"but factors {factors} need {sum(factors)}"
+            f"the last axis of scores has {scores.shape[-1]} columns, but factors {factors} need {sum(factors)}"
         )
     return _topk(scores, factors, k)
 
@@ -76,9 +75,7 @@ def check_factors(factors: Sequence[int], name: str = "factors") -> tuple[int, .
     if not checked or min(checked) < 1:
         raise ValueError(f"{name} must be one or more integers of at least 1, got {checked}")
     if math.prod(checked) >= 2**31:
-        raise ValueError(
-            f"{name} {checked} have {math.prod(checked)} slots; ids are int32, so at most 2^31 - 1"
-        )
+        raise ValueError(f"{name} {checked} have {math.prod(checked)} slots; ids are int32, so at most 2^31 - 1")
     return checked
 
 

@@ -150,9 +150,7 @@ def test_gradient_of_bfloat16_rounds_once():
     weights = jnp.asarray(np.random.default_rng(7).standard_normal((4, 9)), jnp.bfloat16)
 
     def gradient(scores):
-        return jax.vjp(lambda s: product_key_topk(s, (6, 6), 9)[0], scores)[1](weights.astype(scores.dtype))[
-            0
-        ]
+        return jax.vjp(lambda s: product_key_topk(s, (6, 6), 9)[0], scores)[1](weights.astype(scores.dtype))[0]
 
     got = gradient(scores)
     # The same slots win in float32 as long as no partial sums round to a tie.
@@ -167,9 +165,7 @@ def test_float64_values_are_exact():
         scores = jnp.asarray(np.random.default_rng(8).standard_normal((4, 12)))
         values, ids = product_key_topk(scores, (6, 6), 5)
         i, j = np.unravel_index(ids, (6, 6))
-        expected = np.take_along_axis(np.asarray(scores), i, 1) + np.take_along_axis(
-            np.asarray(scores), j + 6, 1
-        )
+        expected = np.take_along_axis(np.asarray(scores), i, 1) + np.take_along_axis(np.asarray(scores), j + 6, 1)
         assert values.dtype == jnp.float64
         assert ids.dtype == jnp.int32
         np.testing.assert_array_equal(values, expected)

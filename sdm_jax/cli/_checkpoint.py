@@ -22,8 +22,9 @@ class Checkpoints:
     def __init__(self, folder: str, keep: int = 2):
         self.folder = Path(folder).expanduser().absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        handlers = {"state": ocp.StandardCheckpointHandler(), "settings": ocp.JsonCheckpointHandler()}
         try:
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         except OSError as error:
             raise CommandError(f"--out {folder}: {error.strerror}") from None
 
@@ -51,10 +52,10 @@ class Checkpoints:
         items = ocp.args.Composite(settings=ocp.args.JsonRestore())
         return self._manager.restore(self.latest_step, args=items)["settings"]
 
-    def restore(self, shapes: Any) -> Any:
-        """The newest state; `shapes` is a pytree of `jax.ShapeDtypeStruct` like it."""
+    def restore(self, like: Any) -> Any:
+        """The newest state; `like` is a pytree of arrays or shapes like it, None for plain dicts."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
         items = ocp.args.Composite(state=ocp.args.StandardRestore(like))
         return self._manager.restore(self.latest_step, args=items)["state"]
 

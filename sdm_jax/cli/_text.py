@@ -54,9 +54,7 @@ def read_text(path: str | None) -> Text:
         raise CommandError(f"--data {path}: there is no such file or folder")
     files = _read_files(root, [root] if root.is_file() else _text_files(root))
     if not any(map(len, files)):
-        raise CommandError(
-            f"--data {path}: " + ("the file is empty" if root.is_file() else "found no text in it")
-        )
+        raise CommandError(f"--data {path}: " + ("the file is empty" if root.is_file() else "found no text in it"))
     return _split(str(root), files)
 
 
@@ -100,9 +98,7 @@ def draw_batch(text: np.ndarray, batch_size: int, length: int, seed: int, step: 
     return text[starts[:, None] + np.arange(length)].astype(np.int32)
 
 
-def validation_batches(
-    text: np.ndarray, batch_size: int, length: int, num_tokens: int
-) -> Iterator[np.ndarray]:
+def validation_batches(text: np.ndarray, batch_size: int, length: int, num_tokens: int) -> Iterator[np.ndarray]:
     """Evenly spaced pieces of the text, `[n, length]` int32 with one `n <= batch_size`.
 
     Each piece predicts its last `length - 1` bytes; together about `num_tokens` bytes.

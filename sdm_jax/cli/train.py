@@ -78,9 +78,7 @@ def add_parser(subparsers: Any) -> None:
     flags.add("--dim", 128, "width of the features", type=integer, metavar="N")
     flags.add("--num-heads", 4, "attention heads", type=integer, metavar="N")
     flags.add("--window", 64, "bytes that a swa layer sees", type=integer, metavar="N")
-    flags.add(
-        "--hidden-dim", None, "width of the SwiGLU layers (default: 8/3 of --dim)", type=integer, metavar="N"
-    )
+    flags.add("--hidden-dim", None, "width of the SwiGLU layers (default: 8/3 of --dim)", type=integer, metavar="N")
     flags.add("--slots", 4096, "slots of a head of the memory, a square number", type=integer, metavar="N")
     flags.add("--memory-heads", 1, "heads of the memory", type=integer, metavar="N")
     flags.add("--writes", 16, "slots that a byte writes in a head", type=integer, metavar="N")
@@ -97,9 +95,7 @@ def add_parser(subparsers: Any) -> None:
 
     flags.group("sample at the end")
     flags.add("--prompt", "def ", "text to continue", metavar="TEXT")
-    flags.add(
-        "--temperature", 0.7, "0 takes the likeliest byte, 1 samples the model", type=nonnegative, metavar="X"
-    )
+    flags.add("--temperature", 0.7, "0 takes the likeliest byte, 1 samples the model", type=nonnegative, metavar="X")
     flags.add("--sample-length", 256, "bytes to sample; 0 for no sample", type=natural, metavar="N")
 
     def run_with_defaults(arguments: argparse.Namespace) -> int:
@@ -169,9 +165,7 @@ def _train(settings, invocation, checkpoints) -> int:
         settings.fingerprint = text.fingerprint
     trainer = _trainer(settings)
     pieces = list(
-        _text.validation_batches(
-            text.validation, settings.batch_size, settings.length + 1, settings.validation_bytes
-        )
+        _text.validation_batches(text.validation, settings.batch_size, settings.length + 1, settings.validation_bytes)
     )
     order_1 = _text.ByteBigram(text.train).bits_per_byte(pieces)
 

@@ -63,9 +63,7 @@ def float_dtype(name: str, value: Any, names: Iterable[str]) -> jnp.dtype:
         dtype = None
     if dtype is None or dtype.name not in names:
         got = repr(value) if dtype is None else dtype.name
-        raise TypeError(
-            f"{name} must be {', '.join(names)}, got {got}; the nearest valid value is {names[0]}"
-        )
+        raise TypeError(f"{name} must be {', '.join(names)}, got {got}; the nearest valid value is {names[0]}")
     return dtype
 
 
@@ -90,7 +88,5 @@ def number(name: str, value: Any) -> float:
 def flag(name: str, value: Any) -> bool:
     """`value` if it is a bool; a TypeError otherwise."""
     if not isinstance(value, bool):
-        raise TypeError(
-            f"{name} must be True or False, got {value!r}; the nearest valid value is {bool(value)}"
-        )
+        raise TypeError(f"{name} must be True or False, got {value!r}; the nearest valid value is {bool(value)}")
     return value

@@ -98,16 +98,12 @@ class Attention(nnx.Module):
         """
         length = max_length if self.window is None else self.window
         if length is None:
-            raise ValueError(
-                "max_length must be given for attention without a window: its cache does not move"
-            )
+            raise ValueError("max_length must be given for attention without a window: its cache does not move")
         shape = (batch, length, self.num_heads, self.head_dim)
         zeros = jnp.zeros(shape, self.dtype)
         return AttentionState(keys=zeros, values=zeros, tokens=jnp.zeros((), jnp.int32))
 
-    def __call__(
-        self, x: jax.Array, state: AttentionState | None = None
-    ) -> tuple[jax.Array, AttentionState | None]:
+    def __call__(self, x: jax.Array, state: AttentionState | None = None) -> tuple[jax.Array, AttentionState | None]:
         """Attends from the next tokens of every sequence.
 
         Arguments:
@@ -154,9 +150,7 @@ class Attention(nnx.Module):
         keys = with_past(key, None if state is None else state.keys)
         values = with_past(value, None if state is None else state.values)
         if state is not None:
-            state = AttentionState(
-                keys=keys[:, num_tokens:], values=values[:, num_tokens:], tokens=start + num_tokens
-            )
+            state = AttentionState(keys=keys[:, num_tokens:], values=values[:, num_tokens:], tokens=start + num_tokens)
         if num_blocks == 0:
             return query, state
 
@@ -173,9 +167,7 @@ class Attention(nnx.Module):
         back = jnp.arange(block)[:, None] + window - jnp.arange(window + block)[None, :]
         near = (back >= 0) & (back < window)
         # Only the first block can look back to before the first token.
-        known = (jnp.arange(window + block) + start >= window)[None, :] | (jnp.arange(num_blocks) > 0)[
-            :, None
-        ]
+        known = (jnp.arange(window + block) + start >= window)[None, :] | (jnp.arange(num_blocks) > 0)[:, None]
         mask = near[None] & known[:, None]
         y = _attend(query, spans(keys), spans(values), mask[:, None])
         return y.reshape(batch, num_blocks * block, heads, width)[:, :num_tokens], state

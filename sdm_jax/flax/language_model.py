@@ -104,9 +104,7 @@ class LanguageModel(nnx.Module):
 
     def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
         if isinstance(config.layers, str) or not config.layers:
-            raise ValueError(
-                f"layers must be a sequence of one or more of {LAYER_KINDS}, got {config.layers!r}"
-            )
+            raise ValueError(f"layers must be a sequence of one or more of {LAYER_KINDS}, got {config.layers!r}")
         for i, kind in enumerate(config.layers):
             _settings.choice(f"layers[{i}]", kind, LAYER_KINDS)
         if config.hidden_dim is not None:

@@ -166,9 +166,7 @@ class SparseDeltaMemory(nnx.Module):
         self.key_weighted_decay = _settings.flag("key_weighted_decay", key_weighted_decay)
         self.snapshot_quant = _settings.choice("snapshot_quant", snapshot_quant, SNAPSHOT_MODES)
         self.chunk_size = _settings.integer("chunk_size", chunk_size, *checks.CHUNK_SIZES)
-        self.implementation = _settings.choice(
-            "implementation", implementation, (None, *checks.IMPLEMENTATIONS)
-        )
+        self.implementation = _settings.choice("implementation", implementation, (None, *checks.IMPLEMENTATIONS))
         self.param_dtype = _settings.float_dtype("param_dtype", param_dtype, BANK_DTYPES)
         self.dtype = _settings.float_dtype("dtype", self.param_dtype if dtype is None else dtype, BANK_DTYPES)
         if grad_bank_dtype is not None:
@@ -192,14 +190,16 @@ class SparseDeltaMemory(nnx.Module):
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
         def projection(columns):
-            return nnx.Linear(
-                self.dim, columns, use_bias=use_bias, kernel_init=kernel_init, rngs=rngs, **dtypes
-            )
+            return nnx.Linear(self.dim, columns, use_bias=use_bias, kernel_init=kernel_init, rngs=rngs, **dtypes)
 
         def batchnorm():
-            return (
-                nnx.BatchNorm(score_columns, momentum=0.9, rngs=rngs, **dtypes) if query_batchnorm else None
-            )
+            if not query_batchnorm:
+                return None
+            norm = nnx.BatchNorm(score_columns, momentum=0.9, rngs=rngs, **dtypes)
+            for statistic in (norm.mean, norm.var):
+                # Flax makes them float32, which the statistics of float64 scores do not fit.
+                statistic.set_value(statistic[...].astype(jnp.promote_types(self.dtype, jnp.float32)))
+            return norm
 
         score_columns = self.num_heads * sum(self.factors)
         self.write_scores = projection(score_columns)
@@ -219,9 +219,7 @@ class SparseDeltaMemory(nnx.Module):
         dt = jnp.exp(jax.random.uniform(rngs.params(), (self.num_heads,), minval=low, maxval=high))
         # The inverse of softplus.
         self.dt_bias = GateParam((dt + jnp.log(-jnp.expm1(-dt))).astype(self.param_dtype))
-        self.bank = (
-            BankParam(bank_init(rngs.params(), self._bank_shape, self.param_dtype)) if learned_bank else None
-        )
+        self.bank = BankParam(bank_init(rngs.params(), self._bank_shape, self.param_dtype)) if learned_bank else None
 
     @property
     def _bank_shape(self) -> tuple[int, int, int]:
@@ -259,15 +257,12 @@ class SparseDeltaMemory(nnx.Module):
             state = self.init_state(batch)
         elif state.bank.shape != (batch, *self._bank_shape):
             raise ValueError(
-                f"state.bank must be {(batch, *self._bank_shape)} for x of shape {x.shape}, "
-                f"got {state.bank.shape}"
+                f"state.bank must be {(batch, *self._bank_shape)} for x of shape {x.shape}, got {state.bank.shape}"
             )
         x = x.astype(self.dtype)
         tokens = self._tokens(x)
         if num_tokens == 1:
-            y, bank = decode_step(
-                state.bank, *(a[:, :, 0] for a in tokens), implementation=self.implementation
-            )
+            y, bank = decode_step(state.bank, *(a[:, :, 0] for a in tokens), implementation=self.implementation)
             y = y[:, :, None]
         else:
             y, bank = write_read(
@@ -345,7 +340,5 @@ def _check_range(name, values) -> tuple[float, float]:
     low, high = _settings.number(name, low), _settings.number(name, high)
     if not 0 <= low <= high:
         nearest = (max(0.0, min(low, high)), max(0.0, low, high))
-        raise ValueError(
-            f"{name} must be 0 <= low <= high, got {values!r}; the nearest valid value is {nearest}"
-        )
+        raise ValueError(f"{name} must be 0 <= low <= high, got {values!r}; the nearest valid value is {nearest}")
     return low, high

@@ -1,0 +1,381 @@
+"""`SparseDeltaMemory` against section 6 of the specification."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sdm_jax import reference
+from sdm_jax.flax import BankParam, GateParam, SDMState, SparseDeltaMemory
+from sdm_jax.flax.layer import ACTIVATIONS
+from sdm_jax.product_key import product_key_topk
+
+SMALL = {"num_heads": 2, "slots_per_head": 36, "num_writes": 4, "num_reads": 5}
+
+
+def make(dim=8, seed=0, **settings):
+    return SparseDeltaMemory(dim, rngs=nnx.Rngs(seed), **(SMALL | settings))
+
+
+def features(batch=2, tokens=50, dim=8, dtype=jnp.float32, seed=1):
+    return jax.random.normal(jax.random.key(seed), (batch, tokens, dim), dtype)
+
+
+run = jax.jit(lambda layer, x, state=None: layer(x, state))
+
+
+def by_the_words(layer, x, bank):
+    """The layer's readings from `bank [B, H, S, D]`, written down as section 6 does."""
+    batch, tokens, _ = x.shape
+    heads, width = layer.num_heads, layer.head_dim
+
+    def split(a):  # [B, T, H n] -> [B, H, T, n]
+        return a.reshape(batch, tokens, heads, -1).transpose(0, 2, 1, 3)
+
+    def select(projection, norm, activation, scale, count):
+        scores = x @ projection.kernel[...]
+        if norm is not None:
+            mean, var = scores.mean((0, 1), keepdims=True), scores.var((0, 1), keepdims=True)
+            scores = (scores - mean) / jnp.sqrt(var + 1e-5)
+        values, ids = product_key_topk(split(scores), layer.factors, count)
+        if activation == "softmax":
+            weights = jnp.exp(scale * values) / jnp.exp(scale * values).sum(-1, keepdims=True)
+        elif activation == "l2":
+            weights = values / jnp.sqrt((values**2).sum(-1, keepdims=True) + 1e-6 / scale**2)
+        else:
+            weights = getattr(jax.nn, activation)(scale * values)
+        return weights, ids
+
+    k_val, k_idx = select(
+        layer.write_scores, layer.write_norm, layer.write_activation, layer.write_scale, layer.num_writes
+    )
+    q_val, q_idx = select(layer.read_scores, layer.read_norm, layer.read_activation, layer.read_scale, layer.num_reads)
+    v = split(x @ layer.value.kernel[...])
+    beta = split(1 / (1 + jnp.exp(-(x @ layer.strength.kernel[...]))))
+    step = jnp.log1p(jnp.exp(x @ layer.decay.kernel[...] + layer.dt_bias[...].reshape(1, 1, -1)))
+    g = split(-jnp.exp(layer.a_log[...]).reshape(1, 1, -1) * step)
+    if layer.key_weighted_decay:
+        g = g * k_val
+    y, bank = reference.write_read(bank, k_idx, k_val, v, beta, g, q_idx, q_val)
+    y = y.transpose(0, 2, 1, 3)
+    if layer.readings_norm is not None:
+        y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-6)
+    y = y.reshape(batch, tokens, heads * width)
+    if layer.output_gate is not None:
+        y = y / (1 + jnp.exp(-(x @ layer.output_gate.kernel[...])))
+    return y @ layer.output.kernel[...], bank
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"query_batchnorm": True, "write_scale": 2.0, "read_scale": 0.5},
+        {"key_weighted_decay": True, "normalize_readings": False, "write_activation": "l2"},
+        {"output_gate": False, "learned_bank": False, "read_activation": "relu"},
+        {"product_key_factors": (3, 4, 3), "num_heads": 1, "read_activation": "sigmoid"},
+    ],
+    ids=lambda settings: ",".join(settings) or "defaults",
+)
+def test_is_the_specification(settings):
+    with jax.enable_x64(True):
+        layer = make(param_dtype=jnp.float64, **settings)
+        x = features(dtype=jnp.float64)
+        y, state = run(layer, x)
+        bank = jnp.zeros((layer.num_heads, 36, layer.head_dim)) if layer.bank is None else layer.bank[...]
+        expected, bank = jax.jit(by_the_words)(layer, x, jnp.broadcast_to(bank, (2, *bank.shape)))
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(state.bank, bank, rtol=0, atol=1e-12)
+        assert state.tokens == 50
+
+
+def gated_delta_rule(layer, x, state):
+    """Gated DeltaNet of one head with a `[d, D]` state, token by token."""
+    keys, queries = (x @ projection.kernel[...] for projection in (layer.write_scores, layer.read_scores))
+    keys, queries = (a / jnp.sqrt((a * a).sum(-1, keepdims=True) + 1e-6) for a in (keys, queries))
+    values = x @ layer.value.kernel[...]
+    strength = jax.nn.sigmoid(x @ layer.strength.kernel[...])
+    step = jax.nn.softplus(x @ layer.decay.kernel[...] + layer.dt_bias[...].reshape(1, 1, 1))
+    alpha = jnp.exp(-jnp.exp(layer.a_log[...]).reshape(1, 1, 1) * step)
+
+    def token(state, inputs):
+        q, k, v, b, a = inputs
+        state = a[:, :, None] * state
+        error = v - jnp.einsum("bk,bkd->bd", k, state)
+        state = state + jnp.einsum("bk,bd->bkd", k, b * error)
+        return state, jnp.einsum("bk,bkd->bd", q, state)
+
+    inputs = jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (queries, keys, values, strength, alpha))
+    state, y = jax.lax.scan(token, state, inputs)
+    return jnp.swapaxes(y, 0, 1) @ layer.output.kernel[...], state
+
+
+@pytest.mark.parametrize("start", ["zero bank", "filled bank"])
+def test_dense_limit_is_the_gated_delta_rule(start):
+    """All slots written and read with L2 weights: values, gradients, and token by token."""
+    width, tokens = 16, 70
+    with jax.enable_x64(True):
+        layer = SparseDeltaMemory(
+            6,
+            slots_per_head=width,
+            product_key_factors=(width,),
+            num_writes=width,
+            num_reads=width,
+            write_activation="l2",
+            read_activation="l2",
+            normalize_readings=False,
+            output_gate=False,
+            learned_bank=False,
+            param_dtype=jnp.float64,
+            rngs=nnx.Rngs(0),
+        )
+        x = features(2, tokens, 6, jnp.float64)
+        bank = jnp.zeros((2, width, 6), jnp.float64)
+        if start == "filled bank":
+            bank = jax.random.normal(jax.random.key(2), bank.shape, jnp.float64)
+        graph, params = nnx.split(layer)
+
+        def ours(params, x, bank):
+            y, state = nnx.merge(graph, params)(x, SDMState(bank[:, None], jnp.int32(0)))
+            return y, state.bank[:, 0]
+
+        def theirs(params, x, bank):
+            return gated_delta_rule(nnx.merge(graph, params), x, bank)
+
+        def loss(f):
+            def weighted(params, x, bank):
+                y, bank = f(params, x, bank)
+                return jnp.sin(y).sum() + jnp.cos(bank).sum(), (y, bank)
+
+            return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1, 2), has_aux=True))
+
+        got, expected = loss(ours)(params, x, bank), loss(theirs)(params, x, bank)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-11), got, expected)
+
+        (_, (y, _)), _ = expected
+        state = SDMState(bank[:, None], jnp.int32(0))
+        decode = jax.jit(lambda params, x, state: nnx.merge(graph, params)(x, state))
+        for t in range(tokens):
+            y_t, state = decode(params, x[:, t : t + 1], state)
+            np.testing.assert_allclose(y_t, y[:, t : t + 1], rtol=0, atol=1e-11)
+
+
+def test_pieces_equal_one_pass():
+    layer = make(chunk_size=16)
+    x = features(tokens=40)
+    y, whole = run(layer, x)
+    for pieces in [(40,), (17, 23), (1, 1, 38), (1,) * 40]:
+        state, ys, start = layer.init_state(2), [], 0
+        for length in pieces:
+            piece, state = run(layer, x[:, start : start + length], state)
+            ys.append(piece)
+            start += length
+        np.testing.assert_allclose(jnp.concatenate(ys, axis=1), y, rtol=0, atol=2e-5)
+        np.testing.assert_allclose(state.bank, whole.bank, rtol=0, atol=2e-5)
+        assert state.tokens == 40
+
+
+def test_gradient_of_learned_bank_sums_over_the_batch():
+    layer = make()
+    x = features(batch=3)
+
+    @nnx.jit
+    def bank_gradient(layer, x):
+        return nnx.grad(lambda layer: jnp.sin(layer(x)[0]).sum(), argnums=nnx.DiffState(0, BankParam))(layer)
+
+    (together,) = jax.tree.leaves(bank_gradient(layer, x))
+    apart = sum(jax.tree.leaves(bank_gradient(layer, x[i : i + 1]))[0] for i in range(3))
+    assert together.shape == (2, 36, 4)
+    np.testing.assert_allclose(together, apart, rtol=0, atol=1e-4)
+
+
+def test_no_copy_of_the_banks():
+    """The banks of the batch are a broadcast of the parameter that the op takes over in place."""
+    layer = make(16, slots_per_head=1024)
+    graph, params = nnx.split(layer)
+
+    @jax.jit
+    def gradients(params, x):
+        return jax.value_and_grad(lambda params: nnx.merge(graph, params)(x)[0].sum())(params)
+
+    hlo = gradients.lower(params, features(dim=16)).compile().as_text()
+    entry = hlo[hlo.index("\nENTRY ") :]
+    assert "f32[2,2,1024,8]" in entry
+    assert not re.findall(r"f32\[2,2,1024,8\]\S* copy\(", entry)
+
+
+def test_batchnorm_statistics():
+    layer = make(query_batchnorm=True)
+    x = features(batch=4, tokens=64)
+    call = nnx.jit(lambda layer, x, state=None: layer(x, state))
+    for _ in range(80):
+        y_train, _ = call(layer, x)
+    scores = layer.write_scores(x)
+    np.testing.assert_allclose(layer.write_norm.mean[...], scores.mean((0, 1)), rtol=0, atol=1e-3)
+    before = jax.tree.map(jnp.copy, nnx.state(layer))
+    layer.eval()
+    y_eval, _ = call(layer, x)
+    np.testing.assert_allclose(y_eval, y_train, rtol=0, atol=1e-2)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(layer), before)
+    y_first, state = call(layer, x[:, :63])
+    y_last, _ = call(layer, x[:, 63:], state)
+    np.testing.assert_allclose(jnp.concatenate([y_first, y_last], 1), y_eval, rtol=0, atol=1e-4)
+
+
+def test_initial_values():
+    dim, heads = 512, 64
+    layer = make(dim, num_heads=heads, slots_per_head=64, use_bias=True)
+    for projection in (layer.write_scores, layer.value, layer.decay, layer.strength, layer.output):
+        kernel = np.asarray(projection.kernel[...])
+        assert np.abs(kernel).max() <= 3 * dim**-0.5
+        assert np.std(kernel) == pytest.approx(dim**-0.5, rel=0.05)
+        assert not projection.bias[...].any()
+    a = np.exp(layer.a_log[...])
+    assert 0 < a.min() < 2
+    assert 14 < a.max() <= 16
+    assert np.exp(make(a_init_range=(0.0, 0.0)).a_log[...]) == pytest.approx(1e-4)
+    dt = np.log1p(np.exp(layer.dt_bias[...]))
+    assert 0.99e-3 < dt.min() < 3e-3
+    assert 0.03 < dt.max() < 0.101
+
+
+def test_parameters_can_be_told_apart():
+    layer = make(query_batchnorm=True)
+    banks, gates, others = nnx.split_state(nnx.state(layer, nnx.Param), BankParam, GateParam, ...)
+    assert [x.shape for x in jax.tree.leaves(banks)] == [(2, 36, 4)]
+    assert set(gates) == {"a_log", "dt_bias"}
+    assert {"write_scores", "write_norm", "output"} <= set(others)
+
+
+def test_partitioning_metadata_is_kept():
+    with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
+        layer = make(kernel_init=nnx.with_partitioning(nnx.initializers.normal(), (None, "model")))
+    kernel = nnx.get_partition_spec(nnx.state(layer))["value"]["kernel"]
+    assert kernel.get_value() == jax.sharding.PartitionSpec(None, "model")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes(dtype):
+    layer = make(dtype=dtype)
+    exact = make()
+    x = features()
+    y, state = run(layer, x)
+    assert y.dtype == state.bank.dtype == jnp.dtype(dtype)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(layer)))
+    if dtype == "bfloat16":
+        # Rounded scores may select other slots, so only most of the readings are near.
+        error = jnp.abs(y - run(exact, x)[0])
+        assert jnp.median(error) < 0.05
+    gradients = jax.jit(jax.grad(lambda layer: layer(x)[0].astype(jnp.float32).sum()))(layer)
+    assert all(x.dtype == jnp.float32 and jnp.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    wide = layer.init_state(2, jnp.float32)
+    y, state = run(layer, x, wide)
+    assert state.bank.dtype == jnp.float32
+    assert y.dtype == jnp.dtype(dtype)
+
+
+def test_clone_steps_with_a_donated_state():
+    layer = make()
+    clone = nnx.clone(layer)
+    step = jax.jit(lambda layer, x, state: layer(x, state), donate_argnums=2)
+    x = features(tokens=1)
+    ys = []
+    for module in (layer, clone):
+        state = module.init_state(2)
+        for _ in range(3):
+            y, state = step(module, x, state)
+        ys.append(y)
+    np.testing.assert_array_equal(*ys)
+    assert layer.init_state(2).bank.shape == (2, 2, 36, 4)
+
+
+def test_transformations():
+    layer = make()
+    graph, params = nnx.split(layer)
+    x = features(batch=4, tokens=20)
+
+    def loss(params, x):
+        return jnp.sin(nnx.merge(graph, params)(x)[0]).sum()
+
+    plain = jax.jit(jax.grad(loss))(params, x)
+    remat = jax.jit(jax.grad(jax.checkpoint(loss)))(params, x)
+    mapped = jax.jit(lambda params, x: jax.vmap(jax.grad(loss), (None, 0))(params, x[:, None]))(params, x)
+    for other in (remat, jax.tree.map(lambda g: g.sum(0), mapped)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), plain, other)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)], ids=str)
+def test_empty(shape):
+    y, state = make()(jnp.zeros(shape))
+    assert y.shape == shape
+    assert state.tokens == shape[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"dim": 0}, ValueError, "dim must be at least 1, got 0; the nearest valid value is 1"),
+        (
+            {"num_heads": 3},
+            ValueError,
+            r"num_heads must divide dim \(8\), got 3; the nearest valid value is 2",
+        ),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer, got 2.0"),
+        ({"slots_per_head": 40}, ValueError, "slots_per_head must be a square.*got 40; the nearest.* is 36"),
+        ({"product_key_factors": (4, 8)}, ValueError, "slots_per_head must be the product.*nearest.* is 32"),
+        ({"product_key_factors": (6, 6.0)}, TypeError, "product_key_factors must be a sequence of integers"),
+        ({"num_writes": 0}, ValueError, "num_writes must be in 1..36 .*nearest valid value is 1"),
+        ({"num_reads": 37}, ValueError, "num_reads must be in 1..36 .*nearest valid value is 36"),
+        ({"slots_per_head": 4096, "num_reads": 300}, ValueError, "num_reads.*limit is 256.*value is 256"),
+        ({"write_activation": "softmx"}, ValueError, "write_activation must be one of.*value is 'softmax'"),
+        ({"read_activation": None}, ValueError, "read_activation must be one of"),
+        ({"write_scale": "2"}, TypeError, "write_scale must be a number"),
+        ({"read_scale": float("nan")}, ValueError, "read_scale must be finite"),
+        ({"output_gate": 1}, TypeError, "output_gate must be True or False, got 1"),
+        ({"query_batchnorm": None}, TypeError, "query_batchnorm must be True or False"),
+        (
+            {"a_init_range": (4.0, 1.0)},
+            ValueError,
+            r"a_init_range must be.*nearest valid value is \(1.0, 4.0\)",
+        ),
+        ({"a_init_range": 3}, TypeError, "a_init_range must be a pair"),
+        (
+            {"snapshot_quant": "int8"},
+            ValueError,
+            "snapshot_quant must be one of.*nearest valid value is 'int4'",
+        ),
+        ({"grad_bank_dtype": "bfloat16"}, TypeError, "grad_bank_dtype must be float32"),
+        (
+            {"chunk_size": 8},
+            ValueError,
+            "chunk_size must be in 16..256, got 8; the nearest valid value is 16",
+        ),
+        ({"implementation": "gpu"}, ValueError, "implementation must be one of None, 'cpu'.*value is 'cpu'"),
+        ({"dtype": "float16"}, TypeError, "dtype must be float32, bfloat16, float64, got float16"),
+        ({"param_dtype": "int8"}, TypeError, "param_dtype must be float32.*got int8"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_settings(settings, error, message):
+    with pytest.raises(error, match=message):
+        make(**settings)
+
+
+def test_bad_calls():
+    layer = make()
+    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 8\], got shape \(2, 8\)"):
+        layer(jnp.zeros((2, 8)))
+    with pytest.raises(ValueError, match=r"state.bank must be \(2, 2, 36, 4\)"):
+        layer(jnp.zeros((2, 5, 8)), layer.init_state(3))
+    with pytest.raises(TypeError, match="dtype must be"):
+        layer.init_state(2, jnp.float16)
+
+
+def test_every_activation_is_finite():
+    x = jnp.linspace(-30, 30, 24).reshape(2, 12)
+    for activation in ACTIVATIONS.values():
+        assert jnp.isfinite(activation(x, 2.0)).all()
+        assert jnp.isfinite(activation(jnp.zeros((2, 3)), 1.0)).all()
