@@ -9,6 +9,7 @@ namespace sdm::cpu {
 struct Backend {
   using Context = xla::ffi::ThreadPool;
   using Error = xla::ffi::Error;
+  static constexpr bool kOnDevice = false;
 
   static Error phase1(Context& pool, const Forward& f);
   static Error solve(Context& pool, const Forward& f);

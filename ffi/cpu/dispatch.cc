@@ -60,7 +60,7 @@ size_t phase1_scratch_bytes(const Shape& s) {
   return 2 * sizeof(uint64_t) * entries + s.chunk * (6 * sizeof(double) + sizeof(int32_t)) +
          2 * sizeof(int32_t) * s.chunk * s.writes;
 }
-size_t mover_scratch_bytes(const Shape& s) { return 3 * sizeof(double) * s.width; }
+size_t mover_scratch_bytes(const Shape& s) { return sizeof(double) * s.width; }
 size_t decode_scratch_bytes(const Shape& s) {
   return sizeof(double) * (s.width + 2 * s.writes) + sizeof(int32_t) * s.writes;
 }

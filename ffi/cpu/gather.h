@@ -12,22 +12,20 @@ namespace sdm::cpu::SDM_ISA {
 template <class T, class A = Acc<T>>
 void weighted_rows(const ChunkView& view, const T* rows, const int32_t* ids, const A* weights, int64_t entries, A* out,
                    int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(T);
   const int64_t stride = view.s.width;
-  const int64_t line = 64 / sizeof(T);
   for (int64_t t = 0; t < view.tokens; ++t) {
     const int32_t* id = ids + t * entries;
     const A* weight = weights + t * entries;
-    if (t + 1 < view.tokens) {  // the rows of the next token are on their way while this one is summed
-      for (int64_t e = 0; e < entries; ++e) {
-        const int32_t next = id[entries + e];
-        if (!view.valid(next)) continue;
-        const T* row = rows + next * stride;
-        for (int64_t c = 0; c < width; c += line) __builtin_prefetch(row + c);
-      }
-    }
+    const bool more = t + 1 < view.tokens;
     for_tiles<8, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+      constexpr int64_t columns = tile.size * kLanes<A>;
       Vec<A> acc[tile.size] = {};
       for (int64_t e = 0; e < entries; ++e) {
+        if (more && view.valid(id[entries + e])) {  // the next token's row is on its way while this one is summed
+          const T* next = rows + id[entries + e] * stride + c;
+          for (int64_t i = 0; i < columns; i += kLine) __builtin_prefetch(next + i);
+        }
         if (!view.valid(id[e])) continue;
         const T* row = rows + id[e] * stride + c;
         for (int k = 0; k < tile.size; ++k) acc[k] += weight[e] * tile.load(row, k);

@@ -9,13 +9,13 @@
 
 namespace sdm::cpu::SDM_ISA {
 
-// A row further on in the list is asked for while row `i` is worked on.
+// Rows further on in the list are asked for while row `i` is worked on.
 template <class T>
 inline void prefetch_slot(const T* rows, const SlotLists& lists, int64_t i, int64_t stride, int64_t width) {
-  constexpr int64_t ahead = 2;
-  if (!lists.listed(i + ahead)) return;
-  const T* row = rows + lists.slots[i + ahead] * stride;
-  for (int64_t c = 0; c < width; c += int64_t(64 / sizeof(T))) __builtin_prefetch(row + c, 1);
+  constexpr int64_t kAhead = 2, kLine = 64 / sizeof(T);
+  if (!lists.listed(i + kAhead)) return;
+  const T* row = rows + lists.slots[i + kAhead] * stride;
+  for (int64_t c = 0; c < width; c += kLine) __builtin_prefetch(row + c, 1);
 }
 
 // Stores row `i` of the chunk's snapshot. `row` points to column 0.
@@ -66,6 +66,21 @@ void mover(const Forward& f, int64_t p, int64_t n, Columns columns) {
   }
 }
 
+// Calls f(position, last) for the valid entries of slot `i`, in order.
+template <class F>
+inline __attribute__((always_inline)) void for_entries(const SlotLists& lists, int64_t i, F&& f) {
+  int64_t e = lists.begin(i);
+  const int64_t end = lists.end(i);
+  const auto skip = [&] {
+    while (e < end && !lists.valid(lists.order[e])) ++e;
+  };
+  for (skip(); e < end;) {
+    const int32_t position = lists.order[e++];
+    skip();
+    f(position, e == end);
+  }
+}
+
 // Restores the slots that the chunk wrote, then: the dots dk_eff, dk_carry and ddecay with the old
 // gradient rows, and dM <- decay dM + sum of k_eff dret, where dret = -dv.
 template <class T, class G>
@@ -87,43 +102,44 @@ void write_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void*
   A* dk_eff = at<A>(b.dk_eff, part_token * writes);
   A* dk_carry = at<A>(b.dk_carry, part_token * writes);
   A* ddecay = at<A>(b.ddecay, columns.part * s.streams * s.stored_chunks * s.write_slots + first);
-  A* values = static_cast<A*>(scratch);  // the restored row, the old and the new gradient row
-  A* old_grad = values + stride;
-  A* new_grad = old_grad + stride;
+  A* scratch_grad = static_cast<A*>(scratch);
 
   for (int64_t i = 0; i < lists.entries; ++i) dk_eff[i] = dk_carry[i] = 0;
   for (int64_t i = 0; i < s.write_slots; ++i) ddecay[i] = 0;
   for (int64_t i = 0; lists.listed(i); ++i) {
+    T* bank_row = bank + lists.slots[i] * stride;
     G* d_row = d_bank + lists.slots[i] * stride;
+    prefetch_slot(bank + columns.begin, lists, i, stride, width);
     prefetch_slot(d_bank, lists, i, stride, width);
     restore_snapshot_row(b.quant, at<char>(b.snapshot, (first + i) * row_bytes), b.scale ? b.scale[first + i] : 0,
-                         bank + lists.slots[i] * stride, values, columns.begin, columns.end);
-    Vec<A> dot = {};
-    for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-      const Vec<A> grad = tile.load(d_row + c, 0);
-      dot += grad * tile.load(values + c, 0);
-      tile.store(old_grad + c, 0, grad);
-      tile.store(new_grad + c, 0, decay[i] * grad);
-    });
-    ddecay[i] = decay[i] * sum<A>(dot);
-    for (int64_t e = lists.begin(i); e < lists.end(i); ++e) {
-      const int32_t position = lists.order[e];
-      if (!lists.valid(position)) continue;
-      const int64_t row = position / writes * stride;
+                         bank_row, columns.begin, columns.end);
+    const T* row = bank_row + columns.begin;
+
+    // One pass over the old gradient row for each entry; the first also decays it. The last writes the
+    // new row over the old one, the others collect it in scratch.
+    bool first_pass = true;
+    const auto pass = [&](int32_t position, bool last) __attribute__((always_inline)) {
+      const int64_t token = position / writes * stride;
       const A weight = k_eff[position];
-      Vec<A> eff = {}, carry = {};
+      Vec<A> eff = {}, carry = {}, dot = {};
       for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-        const Vec<A> d = tile.load(dv + row + c, 0);
-        eff -= d * tile.load(values + c, 0);
-        carry += tile.load(delta + row + c, 0) * tile.load(old_grad + c, 0);
-        tile.store(new_grad + c, 0, tile.load(new_grad + c, 0) - weight * d);
+        const Vec<A> m = tile.load(row + c, 0), grad = tile.load(d_row + c, 0), d = tile.load(dv + token + c, 0);
+        const Vec<A> before = first_pass ? decay[i] * grad : tile.load(scratch_grad + c, 0);
+        eff -= d * m;
+        carry += tile.load(delta + token + c, 0) * grad;
+        if (first_pass) dot += grad * m;
+        if (last) {
+          tile.store(d_row + c, 0, before - weight * d);
+        } else {
+          tile.store(scratch_grad + c, 0, before - weight * d);
+        }
       });
       dk_eff[position] = sum<A>(eff);
       dk_carry[position] = sum<A>(carry);
-    }
-    for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-      for (int k = 0; k < tile.size; ++k) tile.store(d_row + c, k, tile.load(new_grad + c, k));
-    });
+      if (first_pass) ddecay[i] = decay[i] * sum<A>(dot);
+      first_pass = false;
+    };
+    for_entries(lists, i, pass);
   }
 }
 
@@ -139,7 +155,7 @@ void read_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void* 
   const A* q_eff = at<A>(b.chunks.q_eff, view.stored_token * reads);
   const T* dy = at<T>(b.dy, view.token * stride + columns.begin);
   A* dq_eff = at<A>(b.dq_eff, (columns.part * b.shape.streams * b.shape.tokens + view.token) * reads);
-  A* grad = static_cast<A*>(scratch);
+  A* scratch_grad = static_cast<A*>(scratch);
 
   for (int64_t i = 0; i < lists.entries; ++i) dq_eff[i] = 0;
   for (int64_t i = 0; lists.listed(i); ++i) {
@@ -147,24 +163,25 @@ void read_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void* 
     G* d_row = d_bank + lists.slots[i] * stride;
     prefetch_slot(bank, lists, i, stride, width);
     prefetch_slot(d_bank, lists, i, stride, width);
-    for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-      for (int k = 0; k < tile.size; ++k) tile.store(grad + c, k, tile.load(d_row + c, k));
-    });
-    for (int64_t e = lists.begin(i); e < lists.end(i); ++e) {
-      const int32_t position = lists.order[e];
-      if (!lists.valid(position)) continue;
+    bool first_pass = true;  // as in write_mover
+    const auto pass = [&](int32_t position, bool last) __attribute__((always_inline)) {
       const T* from = dy + position / reads * stride;
+      const A weight = q_eff[position];
       Vec<A> dot = {};
       for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
         const Vec<A> d = tile.load(from + c, 0);
+        const Vec<A> before = first_pass ? tile.load(d_row + c, 0) : tile.load(scratch_grad + c, 0);
         dot += d * tile.load(row + c, 0);
-        tile.store(grad + c, 0, tile.load(grad + c, 0) + q_eff[position] * d);
+        if (last) {
+          tile.store(d_row + c, 0, before + weight * d);
+        } else {
+          tile.store(scratch_grad + c, 0, before + weight * d);
+        }
       });
       dq_eff[position] = sum<A>(dot);
-    }
-    for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-      for (int k = 0; k < tile.size; ++k) tile.store(d_row + c, k, tile.load(grad + c, k));
-    });
+      first_pass = false;
+    };
+    for_entries(lists, i, pass);
   }
 }
 

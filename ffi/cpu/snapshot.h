@@ -126,40 +126,30 @@ void store_snapshot_row(Quant quant, const T* row, void* stored, float* scale, i
   }
 }
 
-// Writes columns [begin, end) of a stored row into the bank row and into `values` (from its start).
+// Writes columns [begin, end) of a stored row into the bank row.
 template <class T>
-void restore_snapshot_row(Quant quant, const void* stored, float scale, T* row, Acc<T>* values, int64_t begin,
-                          int64_t end) {
-  using A = Acc<T>;
-  const int64_t width = end - begin;
-  if (quant == Quant::none) {
-    const T* in = static_cast<const T*>(stored) + begin;
-    std::memcpy(row + begin, in, width * sizeof(T));  // the bits, NaN payloads included
-    for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-      for (int k = 0; k < tile.size; ++k) tile.store(values + c, k, tile.load(in + c, k));
-    });
+void restore_snapshot_row(Quant quant, const void* stored, float scale, T* row, int64_t begin, int64_t end) {
+  if (quant == Quant::none) {  // the bits, NaN payloads included
+    std::memcpy(row + begin, static_cast<const T*>(stored) + begin, (end - begin) * sizeof(T));
     return;
   }
   const uint8_t* bytes = static_cast<const uint8_t*>(stored);
-  for (int64_t c = begin; c < end; ++c) {
-    float x;
-    if (quant == Quant::bf16) {
-      x = to_acc(static_cast<const bf16*>(stored)[c]);
-    } else if (quant == Quant::fp8) {
-      x = decode_e4m3(bytes[c]) * scale;
-    } else {
-      const int code = c % 2 ? bytes[c / 2] >> 4 : bytes[c / 2] & 15;
-      x = static_cast<float>(code >= 8 ? code - 16 : code) * scale;
+  constexpr int kBlock = kLanes<Acc<T>>;
+  for (int64_t c = begin; c < end; c += kBlock) {
+    const int64_t count = end - c < kBlock ? end - c : kBlock;
+    Acc<T> values[kBlock] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      if (quant == Quant::bf16) {
+        values[i] = to_acc(static_cast<const bf16*>(stored)[c + i]);
+      } else if (quant == Quant::fp8) {
+        values[i] = decode_e4m3(bytes[c + i]) * scale;
+      } else {
+        const int code = (c + i) % 2 ? bytes[(c + i) / 2] >> 4 : bytes[(c + i) / 2] & 15;
+        values[i] = static_cast<float>(code >= 8 ? code - 16 : code) * scale;
+      }
     }
-    values[c - begin] = x;
+    store(row + c, load(values), count);
   }
-  for_tiles<4, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-    for (int k = 0; k < tile.size; ++k) {
-      tile.store(row + begin + c, k, tile.load(values + c, k));
-      // The gradients read what the bank now holds.
-      tile.store(values + c, k, tile.load(row + begin + c, k));
-    }
-  });
 }
 
 }  // namespace sdm::cpu::SDM_ISA
