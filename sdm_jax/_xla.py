@@ -29,7 +29,7 @@ from sdm_jax._xla_phase1 import (
     solve,
     split_chunks,
 )
-from sdm_jax._xla_rows import gather_rows, scatter_rows
+from sdm_jax._xla_rows import gather_rows, pack, row_dtype, scatter_rows, unpack
 
 __all__ = [
     "backward",
@@ -57,7 +57,7 @@ def _transpose(x: Any) -> Any:
 def _weighted_rows(bank: Any, ids: Any, weights: Any) -> Any:
     """Sum of the rows `ids [*B, C, K]` by `weights`: `[*B, C, D]`. Dropped entries are not looked at."""
     weights = jnp.where((ids >= 0) & (ids < bank.shape[-2]), weights, 0)
-    rows = gather_rows(bank, ids).astype(accumulate_dtype(bank.dtype))
+    rows = gather_rows(bank, ids).astype(weights.dtype)
     return jnp.sum(weights[..., None] * rows, axis=-2)
 
 
@@ -103,9 +103,7 @@ def take_snapshot(bank: Any, slots: Any, *, mode: str) -> tuple[Any, Any]:
     return rows, scale
 
 
-def dual_matmul(
-    x: Any, qx: Any, beta: Any, writes: Any, v: Any, retrieved: Any, inter: Any
-) -> tuple[Any, Any, Any]:
+def dual_matmul(x: Any, qx: Any, beta: Any, writes: Any, v: Any, retrieved: Any, inter: Any) -> tuple[Any, Any, Any]:
     """`error = v - ret`, `delta = X u` and `y = inter + QX u` with `u = beta error`: section 3."""
     written = writes[..., None] > 0
     error = jnp.where(written, v.astype(retrieved.dtype) - retrieved, 0)
@@ -117,7 +115,7 @@ def _moved_rows(bank, slots, starts, order, k_carry, decay, delta) -> Any:
     """The rows `slots` of a bank after a chunk."""
     ranks = _entry_ranks(starts, order, delta.shape[-2])
     rows = decay[..., None] * gather_rows(bank, slots).astype(delta.dtype)
-    return (rows + _sum_by_slot(ranks, k_carry, delta, slots.shape[-1])).astype(bank.dtype)
+    return (rows + _sum_by_slot(ranks, k_carry, delta, slots.shape[-1])).astype(row_dtype(bank))
 
 
 def mover(bank: Any, slots: Any, starts: Any, order: Any, k_carry: Any, decay: Any, delta: Any) -> Any:
@@ -165,7 +163,7 @@ def write_mover_backward(
     """
     acc = delta.dtype
     ranks = _entry_ranks(starts, order, delta.shape[-2])
-    rows = snapshot.dequantize(stored, scale, mode, bank.dtype, bank.shape[-1])
+    rows = snapshot.dequantize(stored, scale, mode, row_dtype(bank), bank.shape[-1])
     bank = scatter_rows(bank, slots, rows)
     rows = rows.astype(acc)
     d_rows = gather_rows(d_bank, slots).astype(acc)
@@ -197,7 +195,7 @@ def read_mover_backward(
 
 
 def _chunked_forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, chunk, mode, save) -> tuple:
-    """The chunked form; returns `(y, bank, Saved or None)`."""
+    """The chunked form, with a packed bank; returns `(y, bank, Saved or None)`."""
     num_tokens, num_axes = k_idx.shape[-2], k_idx.ndim - 2
     chunks = phase1(k_idx, k_val, g, q_idx, q_val, chunk=chunk, num_slots=bank.shape[-2])
     x, qx = solve(chunks.a, chunks.qk, beta, chunks.writes)
@@ -228,17 +226,17 @@ def _chunked_forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, chunk, mod
         split_chunks(q_idx, chunk, -1),
         *(split_chunks(x, chunk) for x in (chunks.q_eff, v, beta, chunks.writes[..., None])),
     )
-    per_chunk = (x, qx, chunks.slots, chunks.starts, chunks.order, chunks.decay)
-    per_chunk = tuple(jnp.moveaxis(x, num_axes, 0) for x in per_chunk)
+    of_chunks = (x, qx, chunks.slots, chunks.starts, chunks.order, chunks.decay)
+    per_chunk = tuple(jnp.moveaxis(x, num_axes, 0) for x in of_chunks)
     index = jnp.arange(per_chunk[0].shape[0], dtype=jnp.int32)
     # The snapshot is carried, not stacked: it is large, and stacking would put chunks before streams.
-    kept = ()
+    kept: tuple[Any, ...] = ()
     if save:
         sizes = Sizes.of(bank, k_idx, g, q_idx, chunk)
-        struct = saved_struct(sizes, bank.dtype, mode)
+        struct = saved_struct(sizes, v.dtype, mode)
         kept = tuple(jnp.zeros(s.shape, s.dtype) for s in (struct.snapshot, struct.scale))
-    none = jnp.full(chunks.slots.shape[:num_axes] + chunks.slots.shape[-1:], -1, jnp.int32)
-    moved = (none, jnp.zeros((*none.shape, bank.shape[-1]), bank.dtype))
+    none = jnp.full_like(per_chunk[2][0], -1)
+    moved = (none, jnp.zeros((*none.shape, bank.shape[-1]), v.dtype))
     (bank, moved, kept), ys = lax.scan(step, (bank, moved, kept), (index, *per_token, *per_chunk))
     bank = scatter_rows(bank, *moved)
     y, *rest = (join_chunks(y, num_tokens) for y in ys)
@@ -259,8 +257,9 @@ def _slabs_forward(bank, *tokens, chunk: int) -> tuple[Any, Any]:
         y_part, bank, _ = forward(bank, *part)
         return (bank, lax.dynamic_update_slice_in_dim(y, y_part, i * slab, axis)), None
 
-    y = jnp.zeros((*sizes.lead, sizes.num_tokens, sizes.width), bank.dtype)
-    (bank, y), _ = lax.scan(step, (bank, y), jnp.arange(num_slabs, dtype=jnp.int32))
+    y = jnp.zeros((*sizes.lead, sizes.num_tokens, sizes.width), tokens[2].dtype)
+    if num_slabs:
+        (bank, y), _ = lax.scan(step, (bank, y), jnp.arange(num_slabs, dtype=jnp.int32))
     done = num_slabs * slab
     if done < sizes.num_tokens:
         part = (lax.slice_in_dim(x, done, sizes.num_tokens, axis=axis) for x in tokens)
@@ -269,9 +268,7 @@ def _slabs_forward(bank, *tokens, chunk: int) -> tuple[Any, Any]:
     return y, bank
 
 
-def _chunked_backward(
-    bank, d_bank, dy, k_idx, k_val, beta, g, q_idx, q_val, saved: Saved, *, chunk, mode
-) -> tuple:
+def _chunked_backward(bank, d_bank, dy, k_idx, k_val, beta, g, q_idx, q_val, saved: Saved, *, chunk, mode) -> tuple:
     num_tokens, num_axes = k_idx.shape[-2], k_idx.ndim - 2
     chunks = saved.chunks
 
@@ -308,17 +305,15 @@ def _chunked_backward(
     per_chunk = {name: jnp.moveaxis(getattr(chunks, name), num_axes, 0) for name in names}
     per_chunk["x"] = jnp.moveaxis(saved.x, num_axes, 0)
     index = jnp.arange(per_chunk["x"].shape[0], dtype=jnp.int32)
-    (bank, d_bank), ys = lax.scan(step, (bank, d_bank), (index, *per_token, per_chunk), reverse=True)
+    (bank, d_bank), ys = lax.scan(step, (pack(bank), pack(d_bank)), (index, *per_token, per_chunk), reverse=True)
     dv, dbeta, da, dqk, dk_eff, dk_carry, dq_eff, ddecay = ys
-    dv, dbeta, dk_eff, dk_carry, dq_eff = (
-        join_chunks(x, num_tokens) for x in (dv, dbeta, dk_eff, dk_carry, dq_eff)
-    )
+    dv, dbeta, dk_eff, dk_carry, dq_eff = (join_chunks(x, num_tokens) for x in (dv, dbeta, dk_eff, dk_carry, dq_eff))
     da, dqk, ddecay = (jnp.moveaxis(x, 0, num_axes) for x in (da, dqk, ddecay))
     dk_val, dg, dq_val = phase1_backward(
         k_idx, k_val, g, q_idx, q_val, chunks, da, dqk, dk_eff, dk_carry, dq_eff, ddecay,
         chunk=chunk, num_slots=bank.shape[-2],
     )  # fmt: skip
-    return bank, d_bank, dk_val, dv, dbeta, dg, dq_val
+    return unpack(bank), unpack(d_bank), dk_val, dv, dbeta, dg, dq_val
 
 
 def _by_token(form: str, bank: Any, sizes: Sizes) -> bool:
@@ -357,14 +352,14 @@ def forward(
         struct = saved_struct(sizes, bank.dtype, snapshot_quant)
         saved = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
         return [y, bank, *(jax.tree.leaves(saved) if save else ())]
+    saved = None
     if _by_token(form, bank, sizes):
-        y, bank, saved = _xla_token.forward(bank, *tokens, sizes=sizes, mode=snapshot_quant, save=save)
+        y, new_bank, saved = _xla_token.forward(bank, *tokens, sizes=sizes, mode=snapshot_quant, save=save)
     elif save:
-        y, bank, saved = _chunked_forward(bank, *tokens, chunk=sizes.chunk, mode=snapshot_quant, save=True)
+        y, new_bank, saved = _chunked_forward(pack(bank), *tokens, chunk=sizes.chunk, mode=snapshot_quant, save=True)
     else:
-        y, bank = _slabs_forward(bank, *tokens, chunk=sizes.chunk)
-        saved = None
-    return [y, bank, *jax.tree.leaves(saved)]
+        y, new_bank = _slabs_forward(pack(bank), *tokens, chunk=sizes.chunk)
+    return [y, unpack(new_bank), *jax.tree.leaves(saved)]
 
 
 def backward(

@@ -226,9 +226,10 @@ def _phase1_backward(
         sums = sums.at[entries.target].add(carried, mode="drop", unique_indices=True)
         return (bank, sums), (rows, before, dk, dq)
 
-    xs = (jnp.arange(chunk, dtype=jnp.int32), entries, da, dqk, dk_eff, dq_eff, carried)
+    index = jnp.arange(chunk, dtype=jnp.int32)
     state = (_start(size, chunk, acc), jnp.zeros(size, acc))
-    _, (rows, before, dk, dq) = lax.scan(forward, state, xs)
+    forward_xs = (index, entries, da, dqk, dk_eff, dq_eff, carried)
+    _, (rows, before, dk, dq) = lax.scan(forward, state, forward_xs)
 
     # In reverse: the gradient of the loop's bank, of which every entry as the earlier one of its pairs takes
     # its column, and every gate its row.
@@ -251,8 +252,9 @@ def _phase1_backward(
         drows = drows * entries.factor[:, None]
         return dbank.at[entries.target].set(drows, mode="drop", unique_indices=True), (dk, dgate)
 
-    xs = (xs[0], entries, read_target, read_rows, write_rows, rows)
-    _, (dk_later, dgate) = lax.scan(backward, jnp.zeros((size, chunk + 1), acc), xs, reverse=True)
+    backward_xs = (index, entries, read_target, read_rows, write_rows, rows)
+    dbank = jnp.zeros((size, chunk + 1), acc)
+    _, (dk_later, dgate) = lax.scan(backward, dbank, backward_xs, reverse=True)
 
     dk_val = dk + dk_later + _decay_until_end(entries, size) * dk_carry
     dgate = dgate + before + _rows(ddecay, entries.rank)
@@ -274,9 +276,7 @@ def _over_chunks(fn: Callable, xs: Any, num_axes: int, chunk: int) -> Any:
 
 def _split_inputs(k_idx, k_val, g, q_idx, q_val, chunk: int) -> tuple:
     fills = (-1, 0, 0, -1, 0)
-    return tuple(
-        split_chunks(x, chunk, fill) for x, fill in zip((k_idx, k_val, g, q_idx, q_val), fills, strict=True)
-    )
+    return tuple(split_chunks(x, chunk, fill) for x, fill in zip((k_idx, k_val, g, q_idx, q_val), fills, strict=True))
 
 
 def phase1(k_idx: Any, k_val: Any, g: Any, q_idx: Any, q_val: Any, *, chunk: int, num_slots: int) -> Chunks:
@@ -291,9 +291,7 @@ def phase1(k_idx: Any, k_val: Any, g: Any, q_idx: Any, q_val: Any, *, chunk: int
     out = _over_chunks(lambda xs: one(*xs), xs, num_axes, chunk)
     joined = {name: join_chunks(getattr(out, name), num_tokens) for name in ("k_eff", "k_carry", "q_eff")}
     joined["writes"] = join_chunks(out.writes[..., None], num_tokens)[..., 0]
-    per_chunk = {
-        name: jnp.moveaxis(x, 0, num_axes) for name, x in out._asdict().items() if name not in joined
-    }
+    per_chunk = {name: jnp.moveaxis(x, 0, num_axes) for name, x in out._asdict().items() if name not in joined}
     return Chunks(**joined, **per_chunk)
 
 
@@ -345,12 +343,8 @@ def phase1_backward(
     """
     num_tokens, num_axes = k_idx.shape[-2], k_idx.ndim - 2
     per_chunk = (chunks.slots, chunks.starts, chunks.order)
-    slots, starts, order, da, dqk, ddecay = (
-        jnp.moveaxis(x, num_axes, 0) for x in (*per_chunk, da, dqk, ddecay)
-    )
-    k_carry, dk_eff, dk_carry, dq_eff = (
-        split_chunks(x, chunk) for x in (chunks.k_carry, dk_eff, dk_carry, dq_eff)
-    )
+    slots, starts, order, da, dqk, ddecay = (jnp.moveaxis(x, num_axes, 0) for x in (*per_chunk, da, dqk, ddecay))
+    k_carry, dk_eff, dk_carry, dq_eff = (split_chunks(x, chunk) for x in (chunks.k_carry, dk_eff, dk_carry, dq_eff))
     xs = _split_inputs(k_idx, k_val, g, q_idx, q_val, chunk)
     xs = (*xs, slots, starts, order, k_carry, da, dqk, dk_eff, dk_carry, dq_eff, ddecay)
     one = functools.partial(_phase1_backward, num_slots=num_slots)

@@ -103,11 +103,11 @@ def forward(
         y = _weighted_sum(q_weight, gather_rows(bank, q_idx))
         return (bank, kept), (y, error, delta) if save else (y,)
 
-    kept = ()
+    kept: tuple[Any, ...] = ()
     if save:
         struct = saved_struct(sizes, bank.dtype, mode)
-        kept = [jnp.zeros(s.shape, s.dtype) for s in (struct.snapshot, struct.scale)]
-        kept = tuple(kept if struct.scale.size else kept[:1])
+        arrays = (struct.snapshot, struct.scale) if struct.scale.size else (struct.snapshot,)
+        kept = tuple(jnp.zeros(s.shape, s.dtype) for s in arrays)
     index = jnp.arange(sizes.num_tokens, dtype=jnp.int32)
     xs = (index, *_tokens_first((writes, v, beta, q_idx, q_weight), axis))
     (bank, kept), ys = lax.scan(step, (bank, kept), xs)

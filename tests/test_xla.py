@@ -24,9 +24,7 @@ def jit(fn):
     return jax.jit(fn, compiler_options=COMPILER_OPTIONS)
 
 
-def make_inputs(
-    lead, num_tokens, num_slots, width, num_writes, num_reads, *, gates, dropped=True, bank_lead=None
-):
+def make_inputs(lead, num_tokens, num_slots, width, num_writes, num_reads, *, gates, dropped=True, bank_lead=None):
     """Arguments of `write_read` in float32, and cotangents; stream `p` has the gate `GATES[p]`.
 
     The ids come from few slots, so that tokens repeat their own and each other's, and a shared bank's
@@ -68,10 +66,7 @@ def make_inputs(
         if gates == num_writes:
             g[np.isnan(k_val)] = np.nan
     values = (normal(*bank_lead, num_slots, width), k_idx, k_val, v, beta, g, q_idx, q_val)
-    inputs = {
-        name: x if name.endswith("idx") else x.astype(np.float32)
-        for name, x in zip(INPUTS, values, strict=True)
-    }
+    inputs = {name: x if name.endswith("idx") else x.astype(np.float32) for name, x in zip(INPUTS, values, strict=True)}
     return inputs, (normal(*v.shape), normal(*bank_lead, num_slots, width))
 
 
@@ -107,9 +102,7 @@ def xla_with_vjp(form, chunk, mode="none", grad_bank_dtype=None):
 
     def run(ids, floats, cotangents):
         (k_idx, q_idx), (bank, k_val, v, beta, g, q_val), (dy, d_bank) = ids, floats, cotangents
-        y, new_bank, *leaves = _xla.forward(
-            bank, k_idx, k_val, v, beta, g, q_idx, q_val, save=True, **settings
-        )
+        y, new_bank, *leaves = _xla.forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val, save=True, **settings)
         struct = saved_struct(Sizes.of(bank, k_idx, g, q_idx, chunk), bank.dtype, mode)
         assert [(x.shape, x.dtype) for x in leaves] == [(s.shape, s.dtype) for s in jax.tree.leaves(struct)]
         saved = jax.tree.unflatten(jax.tree.structure(struct), leaves)
@@ -155,9 +148,7 @@ SHAPES = {
 def case(name):
     shape = SHAPES[name]
     bank_lead = shape.get("bank_lead")
-    inputs, cotangents = make_inputs(
-        shape["lead"], *shape["sizes"], gates=shape["gates"], bank_lead=bank_lead
-    )
+    inputs, cotangents = make_inputs(shape["lead"], *shape["sizes"], gates=shape["gates"], bank_lead=bank_lead)
     return inputs, cotangents, exact(inputs, cotangents, bank_lead is not None)
 
 
@@ -237,9 +228,7 @@ def test_reference_against_finite_differences():
                     moved[i] += step
                     values.append(float(loss({**inputs, name: moved})))
                 slope = (values[0] - values[1]) / 2e-6
-                np.testing.assert_allclose(
-                    got["d_" + name][i], slope, rtol=1e-6, atol=1e-7, err_msg=f"{name}{i}"
-                )
+                np.testing.assert_allclose(got["d_" + name][i], slope, rtol=1e-6, atol=1e-7, err_msg=f"{name}{i}")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -298,14 +287,10 @@ def test_steps_compose():
         for i in range(num_chunks):
             part = slice(i * CHUNK, min((i + 1) * CHUNK, num_tokens))
             c, of_slots = part.stop - part.start, (chunks.slots[:, i], chunks.starts[:, i])
-            rows = _xla.gather(
-                bank, k_idx[:, part], chunks.k_eff[:, part], q_idx[:, part], chunks.q_eff[:, part]
-            )
+            rows = _xla.gather(bank, k_idx[:, part], chunks.k_eff[:, part], q_idx[:, part], chunks.q_eff[:, part])
             stored = _xla.take_snapshot(bank, chunks.slots[:, i], mode="none")
             tokens = (beta[:, part], chunks.writes[:, part])
-            error, delta, y_part = _xla.dual_matmul(
-                x[:, i, :c, :c], qx[:, i, :c, :c], *tokens, v[:, part], *rows
-            )
+            error, delta, y_part = _xla.dual_matmul(x[:, i, :c, :c], qx[:, i, :c, :c], *tokens, v[:, part], *rows)
             of_slots = (*of_slots, chunks.order[:, i, : c * k_idx.shape[-1]])
             bank = _xla.mover(bank, *of_slots, chunks.k_carry[:, part], chunks.decay[:, i], delta)
             y.append(y_part)
@@ -328,9 +313,7 @@ def test_steps_compose():
             )
             of_reads = (chunks.read_slots[:, i], chunks.read_starts[:, i])
             of_reads = (*of_reads, chunks.read_order[:, i, : c * q_idx.shape[-1]])
-            d_bank, dq_eff = _xla.read_mover_backward(
-                bank, d_bank, *of_reads, chunks.q_eff[:, part], dy[:, part]
-            )
+            d_bank, dq_eff = _xla.read_mover_backward(bank, d_bank, *of_reads, chunks.q_eff[:, part], dy[:, part])
             whole = ((0, 0), (0, CHUNK - c), (0, CHUNK - c))
             da, dqk = jnp.pad(da, whole)[:, None], jnp.pad(dqk, whole)[:, None]
             gradients.append((dv, dbeta, da, dqk, dk_eff, dk_carry, dq_eff, ddecay[:, None]))
@@ -345,11 +328,11 @@ def test_steps_compose():
     assert_close(dict(zip(RESULTS, values, strict=True)), want, 1e-6)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_saving_and_slabs_do_not_matter(monkeypatch, form):
+@pytest.mark.parametrize(("form", "slab"), [("chunked", CHUNK), ("chunked", 64), ("token", 64)])
+def test_saving_and_slabs_do_not_matter(monkeypatch, form, slab):
     inputs, cotangents, _ = case("token_gates_D17")
     saving = gradients(xla_with_vjp(form, CHUNK), inputs, cotangents, jnp.float32, jnp.float32)
-    monkeypatch.setattr("sdm_jax._layout.SLAB_TOKENS", CHUNK)
+    monkeypatch.setattr("sdm_jax._layout.SLAB_TOKENS", slab)
     settings = {"chunk": CHUNK, "snapshot_quant": "none", "form": form}
     y, new_bank = jit(functools.partial(_xla.forward, save=False, **settings))(*inputs.values())
     np.testing.assert_allclose(y, saving["y"], rtol=0, atol=1e-6 * np.abs(y).max())
