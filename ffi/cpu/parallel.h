@@ -1,4 +1,4 @@
-// Runs tasks on XLA's thread pool.
+// Runs tasks on a thread pool: XLA's, in the custom calls.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,6 @@
 #include <memory>
 #include <mutex>
 
-#include "xla/ffi/api/ffi.h"
-
 namespace sdm::cpu {
 
 // Calls run(task, scratch) for every task in [0, tasks), and returns when all are done. `scratch` is
@@ -19,8 +17,10 @@ namespace sdm::cpu {
 // The calling thread takes tasks too. It may itself belong to the pool, so it must never wait for a
 // thread that has not started: at the end it waits only for tasks that are already running, and those
 // wait for nobody. A helper that starts late finds no task left and goes home.
-inline void parallel_for(xla::ffi::ThreadPool& pool, int64_t tasks, size_t scratch_bytes,
-                         const std::function<void(int64_t, void*)>& run) {
+//
+// `Pool` has `num_threads()` and `Schedule(function)`.
+template <class Pool>
+void parallel_for(Pool& pool, int64_t tasks, size_t scratch_bytes, const std::function<void(int64_t, void*)>& run) {
   struct State {
     std::atomic<int64_t> next{0};
     std::mutex mutex;
@@ -46,7 +46,7 @@ inline void parallel_for(xla::ffi::ThreadPool& pool, int64_t tasks, size_t scrat
   state->tasks = tasks;
   state->scratch_bytes = scratch_bytes;
   state->run = &run;
-  const int64_t helpers = std::min(pool.num_threads(), tasks) - 1;
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), tasks) - 1;
   for (int64_t i = 0; i < helpers; ++i) {
     pool.Schedule([state] { state->work(); });
   }
