@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from tolerance import assert_close
 
-# Few sizes, so that examples share compilations. Plain JAX takes its token form for the first, its chunked form
-# for the second; one gate a token, and one a write.
+# Few sizes, so that examples share compilations. Plain JAX takes its token form for the first, its chunked
+# form for the second; one gate a token, and one a write.
 SIZES = [
     Case("drawn", lead=(), tokens=20, slots=64, width=3, writes=3, reads=2),
     Case("drawn", lead=(2,), tokens=20, slots=7, width=5, writes=3, reads=2, gate_per_write=True),
