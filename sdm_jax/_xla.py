@@ -68,9 +68,10 @@ def _dot_rows(bank: Any, ids: Any, values: Any) -> Any:
     return jnp.where((ids >= 0) & (ids < bank.shape[-2]), dots, 0)
 
 
-def _entry_ranks(starts: Any, order: Any, chunk: int) -> Any:
+def _entry_ranks(starts: Any, order: Any, shape: tuple[int, int]) -> Any:
     """For every entry the index of its slot among the chunk's: `[*B, C, K]`; past the end if dropped."""
-    shape = (chunk, order.shape[-1] // chunk)
+    # `order` may be that of a longer chunk; its valid entries come first, and are no more than there are here.
+    order = order[..., : math.prod(shape)]
     return batched(lambda starts, order: entry_ranks(starts, order, shape), starts.ndim - 1)(starts, order)
 
 
@@ -113,7 +114,7 @@ def dual_matmul(x: Any, qx: Any, beta: Any, writes: Any, v: Any, retrieved: Any,
 
 def _moved_rows(bank, slots, starts, order, k_carry, decay, delta) -> Any:
     """The rows `slots` of a bank after a chunk."""
-    ranks = _entry_ranks(starts, order, delta.shape[-2])
+    ranks = _entry_ranks(starts, order, k_carry.shape[-2:])
     rows = decay[..., None] * gather_rows(bank, slots).astype(delta.dtype)
     return (rows + _sum_by_slot(ranks, k_carry, delta, slots.shape[-1])).astype(row_dtype(bank))
 
@@ -162,7 +163,7 @@ def write_mover_backward(
     **Returns:** `(bank, d_bank, dk_eff, dk_carry, ddecay)`; `ddecay` is the gradient of the log of `decay`.
     """
     acc = delta.dtype
-    ranks = _entry_ranks(starts, order, delta.shape[-2])
+    ranks = _entry_ranks(starts, order, k_eff.shape[-2:])
     rows = snapshot.dequantize(stored, scale, mode, row_dtype(bank), bank.shape[-1])
     bank = scatter_rows(bank, slots, rows)
     rows = rows.astype(acc)
@@ -187,7 +188,7 @@ def read_mover_backward(
     """Gradient of a chunk's reads from the bank before it: section 4. Returns `(d_bank, dq_eff)`."""
     acc = q_eff.dtype
     dy = dy.astype(acc)
-    ranks = _entry_ranks(read_starts, read_order, dy.shape[-2])
+    ranks = _entry_ranks(read_starts, read_order, q_eff.shape[-2:])
     dq_eff = _dot_rows(gather_rows(bank, read_slots), ranks, dy)
     d_rows = gather_rows(d_bank, read_slots).astype(acc)
     d_rows = d_rows + _sum_by_slot(ranks, q_eff, dy, read_slots.shape[-1])

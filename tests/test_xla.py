@@ -287,12 +287,11 @@ def test_steps_compose():
         y, kept, gradients = [], [], []
         for i in range(num_chunks):
             part = slice(i * CHUNK, min((i + 1) * CHUNK, num_tokens))
-            c, of_slots = part.stop - part.start, (chunks.slots[:, i], chunks.starts[:, i])
+            c, of_slots = part.stop - part.start, (chunks.slots[:, i], chunks.starts[:, i], chunks.order[:, i])
             rows = _xla.gather(bank, k_idx[:, part], chunks.k_eff[:, part], q_idx[:, part], chunks.q_eff[:, part])
             stored = _xla.take_snapshot(bank, chunks.slots[:, i], mode="none")
             tokens = (beta[:, part], chunks.writes[:, part])
             error, delta, y_part = _xla.dual_matmul(x[:, i, :c, :c], qx[:, i, :c, :c], *tokens, v[:, part], *rows)
-            of_slots = (*of_slots, chunks.order[:, i, : c * k_idx.shape[-1]])
             bank = _xla.mover(bank, *of_slots, chunks.k_carry[:, part], chunks.decay[:, i], delta)
             y.append(y_part)
             kept.append((part, c, of_slots, tokens, error, delta, stored))
@@ -312,8 +311,7 @@ def test_steps_compose():
                 dv,
                 mode="none",
             )
-            of_reads = (chunks.read_slots[:, i], chunks.read_starts[:, i])
-            of_reads = (*of_reads, chunks.read_order[:, i, : c * q_idx.shape[-1]])
+            of_reads = (chunks.read_slots[:, i], chunks.read_starts[:, i], chunks.read_order[:, i])
             d_bank, dq_eff = _xla.read_mover_backward(bank, d_bank, *of_reads, chunks.q_eff[:, part], dy[:, part])
             whole = ((0, 0), (0, CHUNK - c), (0, CHUNK - c))
             da, dqk = jnp.pad(da, whole)[:, None], jnp.pad(dqk, whole)[:, None]
