@@ -82,6 +82,15 @@ struct Forward {
   void* y = nullptr;          // [P, T, D] bank dtype
   void* snapshot = nullptr;   // [P, N, U, row] rows before the chunk; null: none is taken
   float* scale = nullptr;     // [P, N, U] in the modes with scales
+  // The CUDA core's whole calls: no `retrieved` (the gather subtracts from v) and no `u`; and where
+  // nothing is saved, `error` and `delta` hold one chunk, [P, C, D].
+  bool one_chunk_rows = false;
+
+  // Where chunk n's rows of `error` and `delta` begin, and the step from stream to stream.
+  int64_t row_offset(int64_t n) const {
+    return one_chunk_rows ? 0 : (n - shape.first_chunk) * shape.chunk * shape.width;
+  }
+  int64_t row_stride() const { return (one_chunk_rows ? shape.chunk : shape.stored_tokens) * shape.width; }
 };
 
 struct Backward {
@@ -101,6 +110,7 @@ struct Backward {
   const void* dy = nullptr;        // [P, T, D] bank dtype
   void* carried = nullptr;         // [P, C, D] acc, of one chunk: sums of gradient rows
   void* dv = nullptr;              // [P, T, D] acc
+  void* qx = nullptr;              // [P, N, C, C] acc: QK X, of the CUDA core
   // Sums over the columns. Each of the `parts` column ranges has its own copy; part 0 receives the sum.
   int64_t parts = 1;
   void* da = nullptr;        // [parts, P, N, C, C] acc
@@ -114,6 +124,7 @@ struct Backward {
   void* dk_val = nullptr;  // [P, T, W] acc
   void* dg = nullptr;      // [P, T, gates] acc
   void* dq_val = nullptr;  // [P, T, R] acc
+  void* dx = nullptr;      // [P, T, W] acc: gradients of the gates by entry, of the CUDA core; may be dk_carry
 };
 
 // One token a stream.

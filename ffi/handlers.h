@@ -1,8 +1,8 @@
 // Every custom call once, as a template over the backend that runs it: the operands and results in
 // order, their shapes, and the launcher. sdm_jax/_calls.py makes the calls in the same order.
 //
-// `Backend` has a `Context` (the thread pool, or a CUDA stream) and one launcher for each call, which
-// returns an ffi::Error.
+// `Backend` has a `Context` (the thread pool, or a CUDA stream), kOnDevice (some calls then need a
+// workspace more) and one launcher for each call, which returns an ffi::Error.
 #pragma once
 
 #include <algorithm>
@@ -131,26 +131,30 @@ class Call : public CallReader {
   int64_t snapshot_columns(Quant mode) const { return mode == Quant::int4 ? (shape.width + 1) / 2 : shape.width; }
   int64_t scales(Quant mode) const { return mode == Quant::fp8 || mode == Quant::int4 ? shape.write_slots : 0; }
 
-  // Phase 1's results, as results (Take = ret) or as operands.
-  enum class As { operands, results };
+  // How an array comes: as an operand, a result, or both.
+  enum class As { operands, results, in_place };
+  template <class T = void>
+  T* take(As as, const char* name, ffi::DataType dtype, const Dims& dims) {
+    if (as == As::in_place) return in_place<T>(name, dtype, dims);
+    return as == As::results ? ret<T>(name, dtype, dims) : arg<T>(name, dtype, dims);
+  }
+
+  // Phase 1's results.
   Chunks take_chunks(As as) {
     const Shape& s = shape;
-    const auto take = [&](const char* name, ffi::DataType dtype, const Dims& dims) {
-      return as == As::results ? ret(name, dtype, dims) : arg(name, dtype, dims);
-    };
     const auto ids = [&](const char* name, const Dims& dims) {
-      return static_cast<int32_t*>(take(name, ffi::DataType::S32, dims));
+      return take<int32_t>(as, name, ffi::DataType::S32, dims);
     };
     Chunks c;
-    c.a = take("a", acc, squares());
-    c.qk = take("qk", acc, squares());
-    c.k_eff = take("k_eff", acc, stored_tokens(s.writes));
-    c.k_carry = take("k_carry", acc, stored_tokens(s.writes));
-    c.q_eff = take("q_eff", acc, stored_tokens(s.reads));
+    c.a = take(as, "a", acc, squares());
+    c.qk = take(as, "qk", acc, squares());
+    c.k_eff = take(as, "k_eff", acc, stored_tokens(s.writes));
+    c.k_carry = take(as, "k_carry", acc, stored_tokens(s.writes));
+    c.q_eff = take(as, "q_eff", acc, stored_tokens(s.reads));
     c.slots = ids("slots", chunks(s.write_slots));
     c.starts = ids("starts", chunks(s.write_slots + 1));
     c.order = ids("order", chunks(s.chunk * s.writes));
-    c.decay = take("decay", acc, chunks(s.write_slots));
+    c.decay = take(as, "decay", acc, chunks(s.write_slots));
     c.read_slots = ids("read_slots", chunks(s.read_slots));
     c.read_starts = ids("read_starts", chunks(s.read_slots + 1));
     c.read_order = ids("read_order", chunks(s.chunk * s.reads));
@@ -340,6 +344,7 @@ struct Handlers {
     b.dbeta = call.ret("dbeta", call.acc, call.tokens(1));
     b.da = call.ret("da", call.acc, square);
     b.dqk = call.ret("dqk", call.acc, square);
+    if constexpr (Backend::kOnDevice) b.qx = call.ret("qx", call.acc, square);  // workspace
     b.shape = s;
     b.dtype = b.grad_dtype = call.dtype();
     SDM_RUN(call, Backend::du_matmul(context, b));
@@ -427,6 +432,7 @@ struct Handlers {
     b.dk_val = call.ret("dk_val", call.acc, call.tokens(s.writes));
     b.dg = call.ret("dg", call.acc, call.tokens(s.gates));
     b.dq_val = call.ret("dq_val", call.acc, call.tokens(s.reads));
+    if constexpr (Backend::kOnDevice) b.dx = call.ret("dx", call.acc, call.tokens(s.writes));  // workspace
     b.shape = s;
     b.dtype = b.grad_dtype = call.dtype();
     SDM_RUN(call, Backend::phase1_backward(context, b));
@@ -554,10 +560,25 @@ struct Handlers {
 
 #undef SDM_RUN
 
-// Every call's handler, for registration: the target of `name` is "sdm_" #name.
-#define SDM_FOR_ALL_CALLS(visit)                                                                                       \
-  visit(phase1) visit(solve) visit(gather) visit(take_snapshot) visit(dual_matmul) visit(mover) visit(gather_gradient) \
-      visit(du_matmul) visit(write_mover) visit(read_mover) visit(phase1_backward) visit(forward) visit(backward)      \
-          visit(decode)
+// The handlers of the steps and of decode, for registration: the target of `name` is "sdm_" #name. The
+// whole calls are sdm_forward and sdm_backward, and on a GPU the stages of ffi/cuda/stages.h.
+#define SDM_FOR_STEP_CALLS(visit) \
+  visit(phase1)                   \
+  visit(solve)                    \
+  visit(gather)                   \
+  visit(take_snapshot)            \
+  visit(dual_matmul)              \
+  visit(mover)                    \
+  visit(gather_gradient)          \
+  visit(du_matmul)                \
+  visit(write_mover)              \
+  visit(read_mover)               \
+  visit(phase1_backward)          \
+  visit(decode)
+
+#define SDM_FOR_ALL_CALLS(visit) \
+  SDM_FOR_STEP_CALLS(visit)      \
+  visit(forward)                 \
+  visit(backward)
 
 }  // namespace sdm

@@ -12,17 +12,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sdm_jax import _cpu, _layout, _xla
+from sdm_jax import _cuda_calls, _layout, _xla
 from sdm_jax._layout import Chunks, Saved, Sizes, accumulate_dtype
-from sdm_jax._primitive import define
+from sdm_jax._primitive import define, has_cuda_module
 
-for _name, _handler in _cpu.targets().items():
-    jax.ffi.register_ffi_target(_name, _handler, platform="cpu")
+try:
+    from sdm_jax import _cpu  # type: ignore[attr-defined]
+except ImportError as error:
+    raise ImportError(
+        "sdm_jax was imported without its compiled module, as from a source tree that was not built. Install it with "
+        "`pip install -e .` there, or with `pip install .` and import it from another folder."
+    ) from error
+
+_targets = {"cpu": _cpu.targets()}
+if has_cuda_module():
+    from sdm_jax import _cuda  # type: ignore[attr-defined]
+
+    _targets["CUDA"] = _cuda.targets()
+for _platform, _handlers in _targets.items():
+    for _name, _handler in _handlers.items():
+        jax.ffi.register_ffi_target(_name, _handler, platform=_platform)
 
 
 def target_names() -> tuple[str, ...]:
     """Names of all custom calls, for `jax.export.DisabledSafetyCheck.custom_call`."""
-    return tuple(sorted(_cpu.targets()))
+    return tuple(sorted(set().union(*_targets.values())))
 
 
 def _struct(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -158,10 +172,16 @@ def _du_matmul_cpu(*x):
     return _call("sdm_du_matmul", (_like(x[6]), *_du_matmul_results(*x)), x, {6: 0})[1:]
 
 
+def _du_matmul_cuda(*x):
+    # The last result is a workspace too.
+    return _call("sdm_du_matmul", (_like(x[6]), *_du_matmul_results(*x), _like(x[1])), x, {6: 0})[1:-1]
+
+
 du_matmul = define(
     "sdm_du_matmul",
     _du_matmul_results,
     cpu=_du_matmul_cpu,
+    cuda=_du_matmul_cuda,
     xla=lambda *x, platform: _xla.du_matmul(*x),
 )
 
@@ -196,9 +216,15 @@ def _phase1_backward_results(k_idx, k_val, g, q_idx, q_val, *rest, chunk, num_sl
     return _struct(k_val.shape, g.dtype), _like(g), _struct(q_val.shape, g.dtype)
 
 
-def _phase1_backward_xla(*x, platform, **params):
-    inputs, chunks, gradients = x[:5], x[5 : 5 + len(Chunks._fields)], x[5 + len(Chunks._fields) :]
-    return _xla.phase1_backward(*inputs, Chunks(*chunks), *gradients, **params)
+def _phase1_backward_xla(k_idx, k_val, g, q_idx, q_val, *rest, platform, **params):
+    chunks, gradients = Chunks(*rest[: len(Chunks._fields)]), rest[len(Chunks._fields) :]
+    return _xla.phase1_backward(k_idx, k_val, g, q_idx, q_val, chunks, *gradients, **params)
+
+
+def _phase1_backward_cuda(*x, **params):
+    # The last result is a workspace.
+    results = (*_phase1_backward_results(*x, **params), _struct(x[0].shape, x[2].dtype))
+    return _call("sdm_phase1_backward", results, x, **params)[:-1]
 
 
 # Operands: the five inputs, the fields of Chunks, da, dqk, dk_eff, dk_carry, dq_eff, ddecay.
@@ -206,6 +232,7 @@ phase1_backward = define(
     "sdm_phase1_backward",
     _phase1_backward_results,
     cpu=lambda *x, **params: _call("sdm_phase1_backward", _phase1_backward_results(*x, **params), x, **params),
+    cuda=_phase1_backward_cuda,
     xla=_phase1_backward_xla,
 )
 
@@ -273,6 +300,7 @@ forward = define(
     "sdm_forward",
     _forward_results,
     cpu=_forward_cpu,
+    cuda=_cuda_calls.forward,
     xla=lambda *x, platform, **params: _xla.forward(*x, form=_xla_form(platform), **params),
 )
 
@@ -330,13 +358,14 @@ def _backward_cpu(*x, chunk, snapshot_quant):
     return [restored, d_bank, dk_val, dv, dbeta[0], dg, dq_val]
 
 
-def _backward_xla(*x, platform, **params):
-    return _xla.backward(*x[:9], unflatten(x[9:]), form=_xla_form(platform), **params)
+def _backward_xla(bank, d_bank, dy, k_idx, k_val, beta, g, q_idx, q_val, *saved, platform, **params):
+    form = _xla_form(platform)
+    return _xla.backward(bank, d_bank, dy, k_idx, k_val, beta, g, q_idx, q_val, unflatten(saved), form=form, **params)
 
 
 # Operands: the new bank, its gradient, dy, the inputs but for v, the arrays of Saved. Results: the
 # restored bank and the gradients of bank, k_val, v, beta, g, q_val.
-backward = define("sdm_backward", _backward_results, cpu=_backward_cpu, xla=_backward_xla)
+backward = define("sdm_backward", _backward_results, cpu=_backward_cpu, cuda=_cuda_calls.backward, xla=_backward_xla)
 
 
 def _decode_results(bank, k_idx, k_val, v, beta, g, q_idx, q_val):

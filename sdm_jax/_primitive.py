@@ -76,6 +76,7 @@ def define(
     results: Callable[..., Arrays],
     *,
     cpu: Callable[..., Arrays],
+    cuda: Callable[..., Arrays] | None = None,
     xla: Callable[..., Arrays],
 ) -> Callable[..., list[Any]]:
     """A function `f(*arrays, implementation=None, **params)` that binds a new primitive.
@@ -84,7 +85,8 @@ def define(
 
     - `results`: from the operands (anything with shape and dtype) and the parameters to the results'
       shapes and dtypes.
-    - `cpu`: makes the custom call. Takes the operands and the parameters.
+    - `cpu`, `cuda`: make the custom calls. Take the operands and the parameters. Without `cuda` the calls
+      are the same on both.
     - `xla`: the same in plain JAX; also takes `platform`.
     """
     primitive = Primitive(name)
@@ -96,7 +98,11 @@ def define(
 
     def lower(platform, ctx, *operands, implementation, **params):
         chosen = choose_implementation(platform, implementation, operands_dtype(ctx))
-        function = cpu if chosen == "cpu" else functools.partial(xla, platform=platform)
+        function: Callable[..., Arrays] = {
+            "cpu": cpu,
+            "cuda": cuda or cpu,
+            "xla": functools.partial(xla, platform=platform),
+        }[chosen]
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
 
     def operands_dtype(ctx):
@@ -104,10 +110,10 @@ def define(
         return jnp.float64 if any(a.dtype == jnp.float64 for a in ctx.avals_in) else None
 
     def batch(operands, dims, **params):
-        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not batching.not_mapped)
+        size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
 
         def to_front(x, d):
-            if d is batching.not_mapped:
+            if d is None:  # not batched
                 return jnp.broadcast_to(x, (size, *x.shape))
             return jnp.moveaxis(x, d, 0)
 

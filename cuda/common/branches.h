@@ -1,0 +1,33 @@
+// Column ranges side by side on several streams.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/geometry.h"
+#include "cuda/launch.h"
+
+namespace sdm::gpu {
+
+// Calls run(columns, stream) for `branches.count` column ranges, each whole multiples of
+// `slices` slices. All begin after what is on the first stream, which waits for them at the end.
+template <class Run>
+cudaError_t for_branches(const Branches& branches, const Shape& s, int64_t slices, Run&& run) {
+  const int64_t units = (column_slices(s) + slices - 1) / slices;
+  const int count = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(branches.count, units)));
+  const cudaEvent_t fork = branches.events[branches.count];
+  cudaError_t error = cudaSuccess;
+  if (count > 1) error = cudaEventRecord(fork, branches.streams[0]);
+  for (int i = 1; i < count && error == cudaSuccess; ++i) error = cudaStreamWaitEvent(branches.streams[i], fork, 0);
+  for (int i = 0; i < count && error == cudaSuccess; ++i) {
+    const int64_t begin = units * i / count * slices * kColumnStep;
+    const int64_t end = std::min(s.width, units * (i + 1) / count * slices * kColumnStep);
+    error = run(Columns{begin, end}, branches.streams[i]);
+  }
+  for (int i = 1; i < count && error == cudaSuccess; ++i) {
+    error = cudaEventRecord(branches.events[i], branches.streams[i]);
+    if (error == cudaSuccess) error = cudaStreamWaitEvent(branches.streams[0], branches.events[i], 0);
+  }
+  return error;
+}
+
+}  // namespace sdm::gpu

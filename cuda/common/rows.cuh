@@ -1,0 +1,202 @@
+// Loads and stores of consecutive values as floats: 16-byte vectors where rows are whole vectors
+// (V = 8 bfloat16 or 4 float32), single values (V = 1) for every other width.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+namespace sdm::gpu {
+
+using bf16 = __nv_bfloat16;
+
+template <class T>
+inline constexpr int kVector = 16 / sizeof(T);
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+__device__ inline void from_float(float* p, float x) { *p = x; }
+__device__ inline void from_float(bf16* p, float x) { *p = __float2bfloat16_rn(x); }
+
+// The bits of V consecutive values of a row, as loaded.
+template <class T, int V>
+struct Packed {
+  static constexpr int kWords = V * sizeof(T) <= 4 ? 1 : V * sizeof(T) / 4;
+  uint32_t word[kWords];
+};
+
+template <class T, int V>
+__device__ inline Packed<T, V> load_packed(const T* p) {
+  Packed<T, V> x;
+  if constexpr (V == 1) {
+    if constexpr (sizeof(T) == 2) {
+      x.word[0] = *reinterpret_cast<const uint16_t*>(p);
+    } else {
+      x.word[0] = *reinterpret_cast<const uint32_t*>(p);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Packed<T, V>::kWords / 4; ++i) {
+      const uint4 q = reinterpret_cast<const uint4*>(p)[i];
+      x.word[4 * i] = q.x;
+      x.word[4 * i + 1] = q.y;
+      x.word[4 * i + 2] = q.z;
+      x.word[4 * i + 3] = q.w;
+    }
+  }
+  return x;
+}
+
+// Rows that nobody reads soon leave the cache first.
+template <class T, int V>
+__device__ inline void store_packed_streaming(T* p, const Packed<T, V>& x) {
+  if constexpr (V == 1) {
+    if constexpr (sizeof(T) == 2) {
+      *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(x.word[0]);
+    } else {
+      *reinterpret_cast<uint32_t*>(p) = x.word[0];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Packed<T, V>::kWords / 4; ++i) {
+      __stcs(reinterpret_cast<uint4*>(p) + i,
+             make_uint4(x.word[4 * i], x.word[4 * i + 1], x.word[4 * i + 2], x.word[4 * i + 3]));
+    }
+  }
+}
+template <class T, int V>
+__device__ inline void store_packed(T* p, const Packed<T, V>& x) {
+  if constexpr (V == 1) {
+    store_packed_streaming<T, V>(p, x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Packed<T, V>::kWords / 4; ++i) {
+      reinterpret_cast<uint4*>(p)[i] =
+          make_uint4(x.word[4 * i], x.word[4 * i + 1], x.word[4 * i + 2], x.word[4 * i + 3]);
+    }
+  }
+}
+
+template <class T, int V>
+__device__ inline void unpack(const Packed<T, V>& x, float (&y)[V]) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      y[i] = __uint_as_float(x.word[i]);
+    } else {
+      const uint32_t w = x.word[i / 2];
+      y[i] = __uint_as_float(i % 2 == 0 ? w << 16 : w & 0xffff0000u);
+    }
+  }
+}
+
+template <class T, int V>
+__device__ inline Packed<T, V> pack(const float (&y)[V]) {
+  Packed<T, V> x;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) x.word[i] = __float_as_uint(y[i]);
+  } else if constexpr (V == 1) {
+    x.word[0] = __bfloat16_as_ushort(__float2bfloat16_rn(y[0]));
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i += 2) {
+      const __nv_bfloat162 two = __floats2bfloat162_rn(y[i], y[i + 1]);
+      x.word[i / 2] = *reinterpret_cast<const uint32_t*>(&two);
+    }
+  }
+  return x;
+}
+
+template <class T, int V>
+__device__ inline void load(const T* p, float (&y)[V]) {
+  unpack<T, V>(load_packed<T, V>(p), y);
+}
+template <class T, int V>
+__device__ inline void store(T* p, const float (&y)[V]) {
+  store_packed<T, V>(p, pack<T, V>(y));
+}
+
+// How the movers split a row: slices of 64 columns, each worked on by `lanes` threads that hold
+// `steps` pieces of V columns.
+inline constexpr int kSlice = 64;
+
+template <int V>
+struct SliceLanes {
+  static constexpr int lanes = V == 1 ? 32 : kSlice / V;
+  static constexpr int steps = V == 1 ? 2 : 1;
+  __device__ static int column(int lane, int step) { return (step * lanes + lane) * V; }
+};
+
+// Where column c of a slice lies in a staged row, so that the 16-byte loads of the lanes side by side
+// touch all banks: with V = 8 the first halves of all lanes come before the second halves.
+template <int V>
+__device__ inline int staged_column(int c) {
+  if constexpr (V == 8) return ((c >> 2) & 1) * (kSlice / 2) + (c >> 3) * 4 + (c & 3);
+  return c;
+}
+
+// A lane's V values of a staged row.
+template <int V>
+__device__ inline void load_staged(const float* row, int lane, int step, float (&y)[V]) {
+  if constexpr (V == 1) {
+    y[0] = row[SliceLanes<V>::column(lane, step)];
+  } else {
+#pragma unroll
+    for (int h = 0; h < V / 4; ++h) {
+      const float4 q = *reinterpret_cast<const float4*>(row + h * (kSlice / 2) + lane * 4);
+      y[4 * h] = q.x;
+      y[4 * h + 1] = q.y;
+      y[4 * h + 2] = q.z;
+      y[4 * h + 3] = q.w;
+    }
+  }
+}
+
+// Copies a slice of `rows` rows of floats or bank values into shared memory, times scale(row), in staged
+// order, zeros past `columns`.
+template <int V, class T, class Scale>
+__device__ inline void stage_slice(float* staged, const T* from, int64_t stride, int rows, int columns, Scale scale) {
+  constexpr int kStep = V > 1 ? 4 : 1;
+  constexpr int kPieces = kSlice / kStep;
+  for (int i = threadIdx.x; i < rows * kPieces; i += blockDim.x) {
+    const int row = i / kPieces, c = i % kPieces * kStep;
+    float x[kStep] = {};
+    if (c < columns) {
+      if constexpr (kStep == 1) {
+        x[0] = to_float(from[row * stride + c]);
+      } else if constexpr (sizeof(T) == 4) {
+        *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(from + row * stride + c);
+      } else {
+        const uint2 q = *reinterpret_cast<const uint2*>(from + row * stride + c);
+        x[0] = __uint_as_float(q.x << 16);
+        x[1] = __uint_as_float(q.x & 0xffff0000u);
+        x[2] = __uint_as_float(q.y << 16);
+        x[3] = __uint_as_float(q.y & 0xffff0000u);
+      }
+    }
+    scale(row, x);
+#pragma unroll
+    for (int j = 0; j < kStep; ++j) staged[row * kSlice + staged_column<V>(c) + j] = x[j];
+  }
+}
+
+// Sum over groups of `lanes` consecutive lanes, in a fixed order; every lane gets it.
+template <int Lanes>
+__device__ inline float group_sum(float x) {
+#pragma unroll
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// Division of a position below 2^16 by the entries of a token, as a multiplication.
+struct Divider {
+  uint32_t magic = 0;
+  Divider() = default;
+  explicit Divider(int64_t d) : magic(d > 1 ? static_cast<uint32_t>(((uint64_t{1} << 32) + d - 1) / d) : 0) {}
+  __device__ int operator()(int position) const {
+    return magic == 0 ? position : static_cast<int>(__umulhi(static_cast<uint32_t>(position), magic));
+  }
+};
+
+}  // namespace sdm::gpu

@@ -1,0 +1,60 @@
+// The forward's loop over chunks.
+#include "cuda/common/branches.h"
+#include "cuda/launch.h"
+
+namespace sdm::gpu {
+namespace {
+
+bool has_scales(Quant quant) { return quant == Quant::fp8 || quant == Quant::int4; }
+bool takes_scales(const Forward& f) { return f.snapshot != nullptr && has_scales(f.quant); }
+
+}  // namespace
+
+int forward_branches(const Forward& f) {
+  if (takes_scales(f)) return 1;  // a row's scale needs all its columns before the mover writes any
+  return column_branches(f.shape, f.dtype == DType::bf16 ? 2 : 4);
+}
+
+namespace {
+
+cudaError_t steps(const Forward& f, int stages, int64_t first, int64_t count, const Branches& branches) {
+  return for_branches(branches, f.shape, 1, [&](Columns columns, cudaStream_t stream) {
+    bool overlap = false;
+    const auto run = [&](auto launcher, auto... args) {
+      const cudaError_t error = launcher(f, args..., Launch{stream, overlap});
+      overlap = true;
+      return error;
+    };
+    for (int64_t n = first; n < first + count; ++n) {
+      cudaError_t error = cudaSuccess;
+      if (stages & kGather) error = run(gather, n, columns);
+      if (error == cudaSuccess && stages & kDual) error = run(dual_matmul, n, columns);
+      if (error == cudaSuccess && stages & kMove && takes_scales(f)) error = run(take_snapshot, n);
+      if (error == cudaSuccess && stages & kMove) error = run(mover, n, columns);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  });
+}
+
+}  // namespace
+
+cudaError_t forward(const Forward& whole, int stages, int64_t first, int64_t count, const Branches& branches) {
+  const Launch all_columns{branches.streams[0]};
+  Forward f = whole;
+  Shape& s = f.shape;
+  const bool slabs = (stages & kAllStages) == kAllStages;
+  for (int64_t n = first; n < first + count; n += s.stored_chunks) {
+    if (slabs) s.first_chunk = n;
+    const int64_t held = std::min(s.stored_chunks, (slabs ? first + count : s.chunks()) - s.first_chunk);
+    const int64_t taken = slabs ? held : count;
+    cudaError_t error = cudaSuccess;
+    if (stages & kPhase1) error = phase1(f, held, all_columns);
+    if (error == cudaSuccess && stages & kSolve) error = solve(f, held, all_columns);
+    if (error == cudaSuccess && stages & kSteps) error = steps(f, stages, n, taken, branches);
+    if (error != cudaSuccess || !slabs) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace sdm::gpu

@@ -1,0 +1,198 @@
+// Gather: weighted sums of the bank rows that a chunk's tokens name, and of the gradient's rows
+// (sections 3 and 4 of the specification). One to eight warps a token and kind of entry (geometry.h);
+// every lane has eight 16-byte loads in flight. Moves W (R) rows of each token once; bound by memory.
+#include "cuda/common/launch.cuh"
+#include "cuda/geometry.h"
+
+namespace sdm::gpu {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kInFlight = 8;
+
+struct Kind {
+  const int32_t* ids;
+  const float* weights;
+  float* out;
+  const void* minuend;      // [P, T, D] bank dtype; out = minuend - sum where `written`, or null
+  const int32_t* written;
+  int64_t out_stride;       // from stream to stream
+  int64_t weights_stride;   // the same, in tokens
+  int entries;
+};
+
+struct Params {
+  const void* rows;
+  Kind kind[2];
+  int64_t width, tokens, stored_tokens, bank_stride;
+  int64_t begin;  // first column
+  int columns, slices, kinds, chunk_tokens, streams_per_bank, num_slots, warps_per_item;
+  int64_t items;
+};
+
+template <class T, int V, int Lanes>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ Params a) {
+  constexpr int kRows = 32 / Lanes;  // a warp loads at once
+  __shared__ float partial[kWarps][Lanes * V];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int member = warp % a.warps_per_item;
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * (kWarps / a.warps_per_item) + warp / a.warps_per_item;
+  const bool active = item < a.items;
+  // Items: slice by slice of columns, kind by kind, token by token, stream by stream.
+  const int slice = static_cast<int>(item % a.slices);
+  const int64_t rest = item / a.slices;
+  const Kind& kind = a.kind[a.kinds == 2 ? rest % 2 : 0];
+  const int64_t row = a.kinds == 2 ? rest / 2 : rest;
+  const int64_t p = row / a.chunk_tokens;
+  const int t = static_cast<int>(row % a.chunk_tokens);
+  const int sub = lane / Lanes, offset = slice * Lanes * V + lane % Lanes * V;
+  const bool inside = active && offset < a.columns;
+  const int64_t column = a.begin + offset;
+  const T* rows = static_cast<const T*>(a.rows) + p / a.streams_per_bank * a.bank_stride + column;
+  const int32_t* ids = kind.ids + (p * a.tokens + t) * kind.entries;
+  const float* weights = kind.weights + (p * kind.weights_stride + t) * kind.entries;
+
+  // Ids and weights do not change from step to step.
+  int id[kInFlight];
+  float weight[kInFlight];
+  const int step = a.warps_per_item * kRows;
+  const auto look_up = [&](int base) {
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      const int e = base + k * step + member * kRows + sub;
+      id[k] = inside && e < kind.entries ? ids[e] : -1;
+      if (static_cast<unsigned>(id[k]) >= static_cast<unsigned>(a.num_slots)) id[k] = -1;
+      weight[k] = id[k] >= 0 ? weights[e] : 0.0f;
+    }
+  };
+  float acc[V] = {};
+  look_up(0);
+  wait_for_previous();
+  for (int base = 0; base < kind.entries; base += kInFlight * step) {
+    if (base > 0) look_up(base);
+    Packed<T, V> packed[kInFlight];
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      packed[k] = {};
+      if (id[k] >= 0) packed[k] = load_packed<T, V>(rows + id[k] * a.width);
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      float x[V];
+      unpack<T, V>(packed[k], x);
+#pragma unroll
+      for (int i = 0; i < V; ++i) acc[i] += weight[k] * x[i];
+    }
+  }
+  let_next_start();
+#pragma unroll
+  for (int o = Lanes; o < 32; o *= 2) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) acc[i] += __shfl_xor_sync(0xffffffffu, acc[i], o);
+  }
+  if (a.warps_per_item > 1) {
+    if (lane < Lanes) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) partial[warp][i * Lanes + lane] = acc[i];
+    }
+    __syncthreads();
+    if (member != 0) return;
+    for (int m = 1; m < a.warps_per_item; ++m) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) acc[i] += partial[warp + m][i * Lanes + lane % Lanes];
+    }
+  }
+  if (!inside || lane >= Lanes) return;
+  if (kind.minuend != nullptr) {
+    float v[V] = {};
+    const bool written = kind.written[p * a.stored_tokens + t] > 0;
+    if (written) load<T, V>(static_cast<const T*>(kind.minuend) + (p * a.tokens + t) * a.width + column, v);
+#pragma unroll
+    for (int i = 0; i < V; ++i) acc[i] = written ? v[i] - acc[i] : 0.0f;
+  }
+  store<float, V>(kind.out + p * kind.out_stride + t * a.width + column, acc);
+}
+
+template <class T, int V>
+cudaError_t run(Params a, int64_t streams, Launch where) {
+  const auto with_lanes = [&](auto lanes) {
+    constexpr int kLanes = decltype(lanes)::value;
+    a.slices = static_cast<int>(div_up(a.columns, kLanes * V));
+    a.items = streams * a.chunk_tokens * a.kinds * a.slices;
+    const int most = std::max(a.kind[0].entries, a.kinds == 2 ? a.kind[1].entries : 0);
+    a.warps_per_item = gather_warps(most, 32 / kLanes, kInFlight);
+    return launch(gather_kernel<T, V, kLanes>, dim3(div_up(a.items, kWarps / a.warps_per_item)), kThreads, 0, where, a);
+  };
+  if (V == 1 || a.columns > 16 * V) return with_lanes(std::integral_constant<int, 32>{});
+  if (a.columns > 8 * V) return with_lanes(std::integral_constant<int, 16>{});
+  return with_lanes(std::integral_constant<int, 8>{});
+}
+
+Params common(const Shape& s, const void* rows, int64_t n, Columns columns) {
+  Params a = {};
+  a.rows = rows;
+  a.width = s.width;
+  a.tokens = s.tokens;
+  a.stored_tokens = s.stored_tokens;
+  a.bank_stride = s.slots * s.width;
+  a.begin = columns.begin;
+  a.columns = static_cast<int>(columns.end - columns.begin);
+  a.chunk_tokens = static_cast<int>(s.chunk_tokens(n));
+  a.streams_per_bank = static_cast<int>(s.streams_per_bank);
+  a.num_slots = static_cast<int>(s.slots);
+  return a;
+}
+
+}  // namespace
+
+cudaError_t gather(const Forward& f, int64_t n, Columns columns, Launch where) {
+  const Shape& s = f.shape;
+  const ChunkAt c(s, n);
+  Params a = common(s, f.bank, n, columns);
+  a.kinds = 2;
+  Kind& write = a.kind[0];
+  write.ids = f.in.k_idx + c.token * s.writes;
+  write.weights = at<float>(f.chunks.k_eff, c.stored_token * s.writes);
+  write.weights_stride = s.stored_tokens;
+  write.entries = static_cast<int>(s.writes);
+  if (f.retrieved != nullptr) {
+    write.out = static_cast<float*>(f.retrieved);
+    write.out_stride = s.chunk * s.width;
+  } else {
+    write.out = at<float>(f.error, f.row_offset(n));
+    write.out_stride = f.row_stride();
+    write.minuend = f.dtype == DType::bf16 ? static_cast<const void*>(at<bf16>(f.in.v, c.token * s.width))
+                                           : static_cast<const void*>(at<float>(f.in.v, c.token * s.width));
+    write.written = f.chunks.writes + c.stored_token;
+  }
+  Kind& read = a.kind[1];
+  read.ids = f.in.q_idx + c.token * s.reads;
+  read.weights = at<float>(f.chunks.q_eff, c.stored_token * s.reads);
+  read.weights_stride = s.stored_tokens;
+  read.entries = static_cast<int>(s.reads);
+  read.out = static_cast<float*>(f.inter);
+  read.out_stride = s.chunk * s.width;
+  return for_rows(f.dtype, s.width, [&](auto type, auto v) {
+    return run<decltype(type), decltype(v)::value>(a, s.streams, where);
+  });
+}
+
+cudaError_t gather_gradient(const Backward& b, int64_t n, Columns columns, Launch where) {
+  const Shape& s = b.shape;
+  const ChunkAt c(s, n);
+  Params a = common(s, b.d_bank, n, columns);
+  a.kinds = 1;
+  Kind& write = a.kind[0];
+  write.ids = b.in.k_idx + c.token * s.writes;
+  write.weights = at<float>(b.chunks.k_carry, c.stored_token * s.writes);
+  write.weights_stride = s.stored_tokens;
+  write.entries = static_cast<int>(s.writes);
+  write.out = static_cast<float*>(b.carried);
+  write.out_stride = s.chunk * s.width;
+  return for_rows(b.grad_dtype, s.width, [&](auto type, auto v) {
+    return run<decltype(type), decltype(v)::value>(a, s.streams, where);
+  });
+}
+
+}  // namespace sdm::gpu

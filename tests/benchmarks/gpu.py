@@ -1,0 +1,132 @@
+"""Times of the named shapes on a GPU, next to those of the published PyTorch implementation on an H200.
+
+    python tests/benchmarks/gpu.py [--shapes flagship,mid] [--implementation cuda] [--repeats 20]
+
+Jitted, the bank donated, median after warm-up; ids are product-key selections of random scores, all distinct
+within a token. "forward" saves nothing; "both" is the forward that saves and the backward, from given
+cotangents to the gradients of every argument. Decode is timed as a chain of steps in one jitted call.
+"""
+
+import argparse
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+import sdm_jax
+
+# P, T, S, D, W = R, C, dtype; the peer's milliseconds forward and forward + backward.
+SHAPES = {
+    "flagship": ((2, 32768, 65536, 1024, 64, 64, "bfloat16"), 15.1, 49.0),
+    "flagship_b4": ((8, 8192, 65536, 1024, 64, 64, "bfloat16"), 13.2, 43.1),
+    "long_chunk": ((2, 32768, 65536, 1024, 64, 256, "bfloat16"), 13.4, 45.8),
+    "mid": ((8, 4096, 16384, 256, 64, 64, "bfloat16"), 2.46, 7.85),
+    "small_head": ((32, 4096, 16384, 64, 32, 64, "bfloat16"), 2.52, 7.02),
+    "fp32": ((2, 8192, 65536, 1024, 64, 64, "float32"), 7.82, 23.2),
+}
+DECODE = {"decode_8": (8, 5.0), "decode_64": (64, 15.2)}  # streams, the peer's microseconds in a graph
+DECODE_STEPS = 64
+
+
+def select(key, shape, num_slots, k):
+    """Ids `[..., k]` of the largest sums of two random scores, ascending."""
+    side = round(num_slots**0.5)
+
+    def some(key):
+        a, b = (jax.lax.top_k(jax.random.normal(x, (*shape[1:], side)), k) for x in jax.random.split(key))
+        _, best = jax.lax.top_k((a[0][..., :, None] + b[0][..., None, :]).reshape(*shape[1:], k * k), k)
+        i = jnp.take_along_axis(a[1], best // k, -1) * side + jnp.take_along_axis(b[1], best % k, -1)
+        return jnp.sort(i, axis=-1).astype(jnp.int32)
+
+    return jax.lax.map(some, jax.random.split(key, shape[0]))
+
+
+def inputs(P, T, S, D, W, dtype, seed=0):
+    """Arguments of one call but for the bank, and the bank."""
+
+    @jax.jit
+    def make(key):
+        keys = iter(jax.random.split(key, 12))
+        blocks = max(1, P * T // 1024)
+        ids = lambda: select(next(keys), (blocks, P * T // blocks), S, W).reshape(P, T, W)
+        weights = lambda: jax.nn.softmax(jax.random.normal(next(keys), (P, T, W))).astype(dtype)
+        tokens = dict(k_idx=ids(), k_val=weights(), v=jax.random.normal(next(keys), (P, T, D), dtype))
+        tokens |= dict(beta=jax.random.uniform(next(keys), (P, T, 1)), g=-jax.random.uniform(next(keys), (P, T, 1)))
+        tokens |= dict(q_idx=ids(), q_val=weights())
+        return jax.random.normal(next(keys), (P, S, D), dtype), tokens
+
+    return make(jax.random.key(seed))
+
+
+def timed(step, state, repeats):
+    """Median seconds of `state = step(state)`; several calls to a measurement where they are short."""
+    for _ in range(3):
+        state = step(state)
+    jax.block_until_ready(state)
+    start = time.perf_counter()
+    state = jax.block_until_ready(step(state))
+    calls = max(1, min(50, int(0.02 / (time.perf_counter() - start))))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        for _ in range(calls):
+            state = step(state)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def measure(name, implementation, repeats):
+    (P, T, S, D, W, C, dtype), *peer = SHAPES[name]
+    settings = dict(chunk_size=C, implementation=implementation)
+
+    @jax.jit
+    def both(bank, d_bank, dy, tokens):
+        floats = {n: x for n, x in tokens.items() if not n.endswith("idx")}
+        _, vjp = jax.vjp(lambda b, x: sdm_jax.write_read(b, **(tokens | x), **settings), bank, floats)
+        return vjp((dy, d_bank))
+
+    forward = jax.jit(lambda bank, tokens: sdm_jax.write_read(bank, **tokens, **settings), donate_argnums=0)
+    bank, tokens = inputs(P, T, S, D, W, dtype)
+    dy = jax.random.normal(jax.random.key(7), (P, T, D), dtype)
+    t_both = timed(lambda s: (bank, both(s[0], bank, dy, tokens)), (bank, None), repeats)
+    t_forward = timed(lambda s: forward(s[1], tokens), (None, bank), repeats)
+    memory = [jax.jit(f).lower(*a).compile().memory_analysis().temp_size_in_bytes / 2**20
+              for f, a in ((forward, (dy[:, :0] if False else jax.ShapeDtypeStruct((P, S, D), dtype), tokens)),
+                           (both, (jax.ShapeDtypeStruct((P, S, D), dtype),) * 2 + (dy, tokens)))]
+    print(f"{name:12s} forward {t_forward * 1e3:7.2f} ms (peer {peer[0]:5.1f})   both {t_both * 1e3:7.2f} ms "
+          f"(peer {peer[1]:5.1f})   temporaries {memory[0]:.0f} / {memory[1]:.0f} MiB", flush=True)
+
+
+def measure_decode(name, implementation, repeats):
+    P, peer = DECODE[name]
+    bank, tokens = inputs(P, DECODE_STEPS, 65536, 1024, 64, "bfloat16")
+
+    @jax.jit
+    def steps(bank, tokens):
+        ys = []
+        for t in range(DECODE_STEPS):
+            token = {n: x[:, t] for n, x in tokens.items()}
+            y, bank = sdm_jax.decode_step(bank, **token, implementation=implementation)
+            ys.append(y)
+        return ys, bank
+
+    steps = jax.jit(steps, donate_argnums=0)
+    t = timed(lambda s: steps(s[1], tokens), (None, bank), repeats) / DECODE_STEPS
+    print(f"{name:12s} {t * 1e6:7.2f} us a step (peer {peer:5.1f})", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join([*SHAPES, *DECODE]))
+    parser.add_argument("--implementation", default="cuda")
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    print(jax.devices()[0].device_kind, "jax", jax.__version__, args.implementation, flush=True)
+    for name in args.shapes.split(","):
+        (measure if name in SHAPES else measure_decode)(name, args.implementation, args.repeats)
+
+
+if __name__ == "__main__":
+    main()
