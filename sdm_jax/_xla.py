@@ -9,8 +9,10 @@ No scatter meets one row twice and no sum has a free order, so results are repro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -244,18 +246,16 @@ def _chunked_forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, chunk, mod
     return y, bank, Saved(chunks, x, *rest, *kept) if save else None
 
 
-def _slabs_forward(bank, *tokens, chunk: int) -> tuple[Any, Any]:
-    """The chunked form that saves nothing, in slabs of chunks: its working memory does not grow with `T`."""
-    sizes = Sizes.of(bank, tokens[0], tokens[4], tokens[5], chunk)
+def _slabs_forward(forward: Callable, bank, *tokens, sizes: Sizes) -> tuple[Any, Any]:
+    """`forward(bank, *tokens) -> (y, bank)` over slabs of chunks: its working memory does not grow with `T`."""
     axis = len(sizes.lead)
-    slab = sizes.slab_chunks * chunk
-    forward = functools.partial(_chunked_forward, chunk=chunk, mode="none", save=False)
+    slab = sizes.slab_chunks * sizes.chunk
     num_slabs = sizes.num_tokens // slab
 
     def step(state, i):
         bank, y = state
         part = (lax.dynamic_slice_in_dim(x, i * slab, slab, axis) for x in tokens)
-        y_part, bank, _ = forward(bank, *part)
+        y_part, bank = forward(bank, *part)
         return (bank, lax.dynamic_update_slice_in_dim(y, y_part, i * slab, axis)), None
 
     y = jnp.zeros((*sizes.lead, sizes.num_tokens, sizes.width), tokens[2].dtype)
@@ -264,7 +264,7 @@ def _slabs_forward(bank, *tokens, chunk: int) -> tuple[Any, Any]:
     done = num_slabs * slab
     if done < sizes.num_tokens:
         part = (lax.slice_in_dim(x, done, sizes.num_tokens, axis=axis) for x in tokens)
-        y_part, bank, _ = forward(bank, *part)
+        y_part, bank = forward(bank, *part)
         y = lax.dynamic_update_slice_in_dim(y, y_part, done, axis)
     return y, bank
 
@@ -353,14 +353,21 @@ def forward(
         struct = saved_struct(sizes, bank.dtype, snapshot_quant)
         saved = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), struct)
         return [y, bank, *(jax.tree.leaves(saved) if save else ())]
-    saved = None
-    if _by_token(form, bank, sizes):
-        y, new_bank, saved = _xla_token.forward(bank, *tokens, sizes=sizes, mode=snapshot_quant, save=save)
-    elif save:
-        y, new_bank, saved = _chunked_forward(pack(bank), *tokens, chunk=sizes.chunk, mode=snapshot_quant, save=True)
+    by_token = _by_token(form, bank, sizes)
+    bank = bank if by_token else pack(bank)
+
+    def run(bank, *tokens, save=False):
+        if by_token:
+            part = dataclasses.replace(sizes, num_tokens=tokens[0].shape[-2])
+            return _xla_token.forward(bank, *tokens, sizes=part, mode=snapshot_quant, save=save)
+        return _chunked_forward(bank, *tokens, chunk=sizes.chunk, mode=snapshot_quant, save=save)
+
+    if save:
+        y, new_bank, saved = run(bank, *tokens, save=True)
     else:
-        y, new_bank = _slabs_forward(pack(bank), *tokens, chunk=sizes.chunk)
-    return [y, unpack(new_bank), *jax.tree.leaves(saved)]
+        y, new_bank = _slabs_forward(lambda *x: run(*x)[:2], bank, *tokens, sizes=sizes)
+        saved = None
+    return [y, new_bank if by_token else unpack(new_bank), *jax.tree.leaves(saved)]
 
 
 def backward(
