@@ -172,7 +172,8 @@ def test_working_memory_does_not_grow(implementation, slots):
         run = compile_donated(lambda bank, tokens: op(bank, **tokens), bank, tokens)
         return run.memory_analysis().temp_size_in_bytes
 
-    assert temp_bytes(16384) == temp_bytes(1024)
+    # Plain JAX works in slabs of 1024 tokens and needs a loop for more than one.
+    assert temp_bytes(16384) == temp_bytes(2048 if implementation == "xla" else 1024)
 
 
 # ---- the caller's array
