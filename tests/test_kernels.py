@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import INPUTS, Case, in_dtype, make_inputs, results
+from cases import FAST_COMPILE, INPUTS, Case, in_dtype, make_inputs, results
 from tolerance import assert_same_bits, relative_error, relative_rms, tol
 
 from sdm_jax import kernels
@@ -36,7 +36,8 @@ class Steps:
 
 @functools.cache
 def jitted(name, implementation, settings):
-    return jax.jit(functools.partial(getattr(kernels, name), implementation=implementation, **dict(settings)))
+    step = functools.partial(getattr(kernels, name), implementation=implementation, **dict(settings))
+    return jax.jit(step, compiler_options=FAST_COMPILE)
 
 
 def run(name, implementation, args, settings):

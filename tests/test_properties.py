@@ -51,10 +51,32 @@ def drawn_inputs(draw, sizes):
     return case, inputs, cotangents
 
 
+def largest_growth(case, inputs):
+    """How many times the gates of one chunk let a slot grow, at most.
+
+    The chunked form holds such products as numbers, so its rounding errors grow with them.
+    """
+    gates = np.broadcast_to(inputs["g"], inputs["k_idx"].shape).reshape(-1, case.tokens, case.writes)
+    k_idx = inputs["k_idx"].reshape(gates.shape)
+    largest = 0.0
+    for ids, x in zip(k_idx, gates, strict=True):
+        for start in range(0, case.tokens, case.chunk):
+            chunk = slice(start, start + case.chunk)
+            for slot in range(case.slots):
+                named = ids[chunk] == slot
+                first = named & (np.cumsum(named, axis=-1) == 1)
+                total = 0.0
+                for gate in x[chunk][first]:  # the most that a run of them sums up to
+                    total = max(0.0, total + float(gate))
+                    largest = max(largest, total)
+    return np.exp(largest)
+
+
 def check(implementation, drawn):
     case, inputs, cotangents = drawn
     got = results(inputs, cotangents, implementation=implementation, **case.settings)
-    assert_close(got, oracle(inputs, cotangents, shared_bank=case.shared), "float32")
+    want = oracle(inputs, cotangents, shared_bank=case.shared)
+    assert_close(got, want, "float32", factor=largest_growth(case, inputs))
 
 
 @settings(max_examples=60)
