@@ -22,7 +22,7 @@ BANK_DTYPES = ("float32", "bfloat16", "float64")
 SLAB_TOKENS = 1024
 
 # Columns that one CPU task takes through the whole stream, so that the rows of a chunk stay in cache.
-COLUMNS_PER_TASK = 256
+COLUMNS_PER_TASK = 128
 
 
 def accumulate_dtype(dtype: Any) -> jnp.dtype:

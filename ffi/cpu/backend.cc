@@ -1,5 +1,9 @@
 #include "ffi/cpu/backend.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "ffi/cpu/parallel.h"
 
 namespace sdm::cpu {
@@ -18,6 +22,17 @@ Columns column_range(const Shape& s, int64_t parts, int64_t part) {
 Columns all_columns(const Shape& s) { return {0, s.width, 0}; }
 
 bool has_scales(Quant quant) { return quant == Quant::fp8 || quant == Quant::int4; }
+
+// A result that is large and new is written first here; page by page that would take as long as the
+// rest of the call, so huge pages are asked for where the system gives them on request.
+void ask_for_huge_pages([[maybe_unused]] void* data, [[maybe_unused]] int64_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kHuge = uintptr_t{1} << 21;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHuge - 1) & ~(kHuge - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) & ~(kHuge - 1);
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // a hint: may fail
+#endif
+}
 
 // One task for each chunk that the arrays hold.
 template <class F>
@@ -101,6 +116,10 @@ Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
   if (whole.snapshot && has_scales(whole.quant)) parts = 1;  // the scale of a row needs all its columns
   Forward f = whole;
   Shape& s = f.shape;
+  if (f.snapshot) {
+    ask_for_huge_pages(f.snapshot,
+                       s.streams * s.stored_chunks * s.write_slots * snapshot_row_bytes(f.quant, f.dtype, s.width));
+  }
   const int64_t chunks = s.chunks(), slab = s.stored_chunks;
   for (s.first_chunk = 0; s.first_chunk < chunks; s.first_chunk += slab) {
     const int64_t count = std::min(slab, chunks - s.first_chunk);

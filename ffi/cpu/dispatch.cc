@@ -54,6 +54,20 @@ const Isa& isa() {
 const Kernels& kernels(DType bank, DType grad) { return isa().kernels(bank, grad); }
 const char* isa_name() { return isa().name; }
 
+int64_t snapshot_row_bytes(Quant quant, DType bank, int64_t width) {
+  switch (quant) {
+    case Quant::none:
+      return width * (bank == DType::f64 ? 8 : bank == DType::f32 ? 4 : 2);
+    case Quant::bf16:
+      return width * 2;
+    case Quant::fp8:
+      return width;
+    case Quant::int4:
+      return (width + 1) / 2;
+  }
+  return 0;
+}
+
 size_t phase1_scratch_bytes(const Shape& s) {
   const int64_t entries = s.chunk * (s.writes > s.reads ? s.writes : s.reads);
   // Two arrays of sort keys, and SlotTokens.

@@ -44,6 +44,7 @@ inline const Kernels& kernels(DType bank) { return kernels(bank, bank); }
 // variable SDM_CPU_ISA asks for a lower one than the processor's best.
 const char* isa_name();
 
+int64_t snapshot_row_bytes(Quant, DType bank, int64_t width);
 size_t phase1_scratch_bytes(const Shape&);
 size_t mover_scratch_bytes(const Shape&);
 size_t decode_scratch_bytes(const Shape&);

@@ -59,19 +59,20 @@ void triangular_outer(const Left* left, const A* right, int64_t tokens, int64_t 
     const Left* row = left + t * stride;
     int64_t j = 0;
     for (; j + kBlock <= end; j += kBlock) {
-      Vec<A> acc[kBlock] = {};
-      for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-        const Vec<A> x = tile.load(row + c, 0);
-        for (int i = 0; i < kBlock; ++i) acc[i] += x * tile.load(right + (j + i) * stride + c, 0);
-      });
-      for (int i = 0; i < kBlock; ++i) out[t * chunk + j + i] = sum<A>(acc[i]);
+      const auto sums =
+          sum_tiles<A, kBlock>(width, [&](int64_t c, auto tile, auto sums) __attribute__((always_inline)) {
+            const Vec<A> x = tile.load(row + c, 0);
+            for (int i = 0; i < kBlock; ++i) sums.v[i] += x * tile.load(right + (j + i) * stride + c, 0);
+            return sums;
+          });
+      for (int i = 0; i < kBlock; ++i) out[t * chunk + j + i] = sum<A>(sums.v[i]);
     }
     for (; j < end; ++j) {
-      Vec<A> acc = {};
-      for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-        acc += tile.load(row + c, 0) * tile.load(right + j * stride + c, 0);
+      const auto sums = sum_tiles<A, 1>(width, [&](int64_t c, auto tile, auto sums) __attribute__((always_inline)) {
+        sums.v[0] += tile.load(row + c, 0) * tile.load(right + j * stride + c, 0);
+        return sums;
       });
-      out[t * chunk + j] = sum<A>(acc);
+      out[t * chunk + j] = sum<A>(sums.v[0]);
     }
   }
 }
@@ -158,14 +159,15 @@ void du_matmul(const Backward& b, int64_t p, int64_t n, Columns columns) {
   const A* a = at<A>(b.chunks.a, view.square());
   for (int64_t t = 0; t < view.tokens; ++t) {
     const bool writes = b.chunks.writes[view.stored_token + t] > 0;
-    Vec<A> acc = {};
-    for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+    const A scale = beta[t];
+    const auto sums = sum_tiles<A, 1>(width, [&](int64_t c, auto tile, auto sums) __attribute__((always_inline)) {
       const int64_t at = t * stride + c;
       const Vec<A> x = tile.load(du + at, 0);
-      acc += tile.load(error + at, 0) * x;
-      tile.store(du + at, 0, writes ? beta[t] * x : Vec<A>{});
+      sums.v[0] += tile.load(error + at, 0) * x;
+      tile.store(du + at, 0, writes ? scale * x : Vec<A>{});
+      return sums;
     });
-    A total = sum<A>(acc);
+    A total = sum<A>(sums.v[0]);
     for (int64_t j = 0; j < t; ++j) {
       const A product = da[t * chunk + j];
       total -= a[t * chunk + j] * product;

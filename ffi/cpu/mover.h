@@ -3,16 +3,20 @@
 // of the slots, so every sum has a fixed order and a row is rounded once. Bound by the rows moved.
 #pragma once
 
+#include <type_traits>
+
 #include "ffi/cpu/kernels.h"
 #include "ffi/cpu/slots.h"
 #include "ffi/cpu/snapshot.h"
 
 namespace sdm::cpu::SDM_ISA {
 
-// Rows further on in the list are asked for while row `i` is worked on.
+// Rows this far on in a list are asked for while one is worked on: about the latency of memory.
+inline constexpr int64_t kAhead = 8;
+
 template <class T>
 inline void prefetch_slot(const T* rows, const SlotLists& lists, int64_t i, int64_t stride, int64_t width) {
-  constexpr int64_t kAhead = 2, kLine = 64 / sizeof(T);
+  constexpr int64_t kLine = 64 / sizeof(T);
   if (!lists.listed(i + kAhead)) return;
   const T* row = rows + lists.slots[i + kAhead] * stride;
   for (int64_t c = 0; c < width; c += kLine) __builtin_prefetch(row + c, 1);
@@ -22,7 +26,7 @@ inline void prefetch_slot(const T* rows, const SlotLists& lists, int64_t i, int6
 template <class T>
 inline void snapshot_row(const Forward& f, const ChunkView& view, int64_t i, const T* row, Columns columns) {
   const int64_t index = view.stored_chunk * f.shape.write_slots + i;
-  char* stored = at<char>(f.snapshot, index * snapshot_row_bytes(f.quant, sizeof(T), f.shape.width));
+  char* stored = at<char>(f.snapshot, index * snapshot_row_bytes(f.quant, f.dtype, f.shape.width));
   store_snapshot_row(f.quant, row, stored, f.scale ? f.scale + index : nullptr, columns.begin, columns.end);
 }
 
@@ -66,19 +70,26 @@ void mover(const Forward& f, int64_t p, int64_t n, Columns columns) {
   }
 }
 
-// Calls f(position, last) for the valid entries of slot `i`, in order.
+// Calls f(position, is_first, is_last) for the valid entries of slot `i`, in order.
 template <class F>
 inline __attribute__((always_inline)) void for_entries(const SlotLists& lists, int64_t i, F&& f) {
-  int64_t e = lists.begin(i);
+  using Yes = std::true_type;
+  using No = std::false_type;
   const int64_t end = lists.end(i);
-  const auto skip = [&] {
+  const auto next = [&](int64_t e) {
     while (e < end && !lists.valid(lists.order[e])) ++e;
+    return e;
   };
-  for (skip(); e < end;) {
-    const int32_t position = lists.order[e++];
-    skip();
-    f(position, e == end);
+  int64_t e = next(lists.begin(i));
+  if (e >= end) return;
+  int64_t following = next(e + 1);
+  if (following >= end) {
+    f(lists.order[e], Yes{}, Yes{});
+    return;
   }
+  f(lists.order[e], Yes{}, No{});
+  for (e = following; (following = next(e + 1)) < end; e = following) f(lists.order[e], No{}, No{});
+  f(lists.order[e], No{}, Yes{});
 }
 
 // Restores the slots that the chunk wrote, then: the dots dk_eff, dk_carry and ddecay with the old
@@ -90,7 +101,7 @@ void write_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void*
   const Shape& s = b.shape;
   const int64_t stride = s.width, writes = s.writes, width = columns.end - columns.begin;
   const int64_t first = view.stored_chunk * s.write_slots;
-  const int64_t row_bytes = snapshot_row_bytes(b.quant, sizeof(T), s.width);
+  const int64_t row_bytes = snapshot_row_bytes(b.quant, b.dtype, s.width);
   const int64_t part_token = columns.part * s.streams * s.tokens + view.token;
   const SlotLists lists = write_slots(b.chunks, view);
   T* bank = at<T>(b.bank, view.bank());
@@ -111,35 +122,42 @@ void write_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void*
     G* d_row = d_bank + lists.slots[i] * stride;
     prefetch_slot(bank + columns.begin, lists, i, stride, width);
     prefetch_slot(d_bank, lists, i, stride, width);
-    restore_snapshot_row(b.quant, at<char>(b.snapshot, (first + i) * row_bytes), b.scale ? b.scale[first + i] : 0,
-                         bank_row, columns.begin, columns.end);
-    const T* row = bank_row + columns.begin;
+    const char* stored = at<char>(b.snapshot, (first + i) * row_bytes);
+    restore_snapshot_row(b.quant, stored, b.scale ? b.scale[first + i] : 0, bank_row, columns.begin, columns.end);
+    // What the bank row now holds; read from the snapshot where that has the same bits, so that no load
+    // has to wait for the stores just made.
+    const T* row = (b.quant == Quant::none ? reinterpret_cast<const T*>(stored) : bank_row) + columns.begin;
+    const A decayed = decay[i];
 
     // One pass over the old gradient row for each entry; the first also decays it. The last writes the
     // new row over the old one, the others collect it in scratch.
-    bool first_pass = true;
-    const auto pass = [&](int32_t position, bool last) __attribute__((always_inline)) {
+    for_entries(lists, i, [&](int32_t position, auto is_first, auto is_last) __attribute__((always_inline)) {
       const int64_t token = position / writes * stride;
+      const A* from_dv = dv + token;
+      const A* from_delta = delta + token;
       const A weight = k_eff[position];
-      Vec<A> eff = {}, carry = {}, dot = {};
-      for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
-        const Vec<A> m = tile.load(row + c, 0), grad = tile.load(d_row + c, 0), d = tile.load(dv + token + c, 0);
-        const Vec<A> before = first_pass ? decay[i] * grad : tile.load(scratch_grad + c, 0);
-        eff -= d * m;
-        carry += tile.load(delta + token + c, 0) * grad;
-        if (first_pass) dot += grad * m;
-        if (last) {
+      const auto sums = sum_tiles<A, 3>(width, [&](int64_t c, auto tile, auto sums) __attribute__((always_inline)) {
+        const Vec<A> m = tile.load(row + c, 0), grad = tile.load(d_row + c, 0), d = tile.load(from_dv + c, 0);
+        sums.v[0] -= d * m;
+        sums.v[1] += tile.load(from_delta + c, 0) * grad;
+        Vec<A> before;
+        if constexpr (is_first.value) {
+          sums.v[2] += grad * m;
+          before = decayed * grad;
+        } else {
+          before = tile.load(scratch_grad + c, 0);
+        }
+        if constexpr (is_last.value) {
           tile.store(d_row + c, 0, before - weight * d);
         } else {
           tile.store(scratch_grad + c, 0, before - weight * d);
         }
+        return sums;
       });
-      dk_eff[position] = sum<A>(eff);
-      dk_carry[position] = sum<A>(carry);
-      if (first_pass) ddecay[i] = decay[i] * sum<A>(dot);
-      first_pass = false;
-    };
-    for_entries(lists, i, pass);
+      dk_eff[position] = sum<A>(sums.v[0]);
+      dk_carry[position] = sum<A>(sums.v[1]);
+      if constexpr (is_first.value) ddecay[i] = decayed * sum<A>(sums.v[2]);
+    });
   }
 }
 
@@ -163,25 +181,27 @@ void read_mover(const Backward& b, int64_t p, int64_t n, Columns columns, void* 
     G* d_row = d_bank + lists.slots[i] * stride;
     prefetch_slot(bank, lists, i, stride, width);
     prefetch_slot(d_bank, lists, i, stride, width);
-    bool first_pass = true;  // as in write_mover
-    const auto pass = [&](int32_t position, bool last) __attribute__((always_inline)) {
+    for_entries(lists, i, [&](int32_t position, auto is_first, auto is_last) __attribute__((always_inline)) {
       const T* from = dy + position / reads * stride;
       const A weight = q_eff[position];
-      Vec<A> dot = {};
-      for_tiles<1, A>(width, [&](int64_t c, auto tile) __attribute__((always_inline)) {
+      const auto sums = sum_tiles<A, 1>(width, [&](int64_t c, auto tile, auto sums) __attribute__((always_inline)) {
         const Vec<A> d = tile.load(from + c, 0);
-        const Vec<A> before = first_pass ? tile.load(d_row + c, 0) : tile.load(scratch_grad + c, 0);
-        dot += d * tile.load(row + c, 0);
-        if (last) {
+        sums.v[0] += d * tile.load(row + c, 0);
+        Vec<A> before;
+        if constexpr (is_first.value) {
+          before = tile.load(d_row + c, 0);
+        } else {
+          before = tile.load(scratch_grad + c, 0);
+        }
+        if constexpr (is_last.value) {
           tile.store(d_row + c, 0, before + weight * d);
         } else {
           tile.store(scratch_grad + c, 0, before + weight * d);
         }
+        return sums;
       });
-      dq_eff[position] = sum<A>(dot);
-      first_pass = false;
-    };
-    for_entries(lists, i, pass);
+      dq_eff[position] = sum<A>(sums.v[0]);
+    });
   }
 }
 

@@ -70,20 +70,6 @@ float row_scale(const T* row, int64_t width, float levels) {
   return round_to_bf16(scale > 1e-12f ? scale : 1e-12f);
 }
 
-inline int64_t snapshot_row_bytes(Quant quant, int64_t element_bytes, int64_t width) {
-  switch (quant) {
-    case Quant::none:
-      return element_bytes * width;
-    case Quant::bf16:
-      return 2 * width;
-    case Quant::fp8:
-      return width;
-    case Quant::int4:
-      return (width + 1) / 2;
-  }
-  return 0;
-}
-
 // Stores columns [begin, end) of a bank row. A mode with scales needs the whole row at once.
 template <class T>
 void store_snapshot_row(Quant quant, const T* row, void* stored, float* scale, int64_t begin, int64_t end) {

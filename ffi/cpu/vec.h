@@ -6,6 +6,8 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #ifndef SDM_ISA
 #error "SDM_ISA names the instruction set that this file is compiled for"
@@ -112,15 +114,30 @@ inline void store(T* p, Vec<Acc<T>> x, int64_t n) {
   std::memcpy(p, part, n * sizeof(T));
 }
 
+// The sum of a vector's values, by halves: a fixed order. Shuffles, because a vector whose address is
+// taken would live in memory wherever it is added to.
+template <class V, int... I>
+inline V rotated(V x, [[maybe_unused]] int by, std::integer_sequence<int, I...>) {
+  constexpr int kSize = sizeof...(I);
+  using Index = std::conditional_t<sizeof(x[0]) == 4, int32_t, int64_t>;
+  typedef Index Mask __attribute__((vector_size(kVectorBytes)));
+#if defined(__clang__)
+  V y;
+  for (int i = 0; i < kSize; ++i) y[i] = x[(i + by) % kSize];
+  return y;
+#else
+  return __builtin_shuffle(x, Mask{static_cast<Index>((I + by) % kSize)...});
+#endif
+}
 template <class A>
 inline A sum(Vec<A> x) {
-  // Halves are added until one value is left: a fixed order.
-  A part[kLanes<A>];
-  std::memcpy(part, &x, sizeof x);
-  for (int half = kLanes<A> / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) part[i] += part[i + half];
-  }
-  return part[0];
+  constexpr int kSize = kLanes<A>;
+  using Indices = std::make_integer_sequence<int, kSize>;
+  if constexpr (kSize >= 16) x += rotated(x, 8, Indices{});
+  if constexpr (kSize >= 8) x += rotated(x, 4, Indices{});
+  if constexpr (kSize >= 4) x += rotated(x, 2, Indices{});
+  x += rotated(x, 1, Indices{});
+  return x[0];
 }
 
 // ---- rows, in tiles that stay in registers
@@ -161,6 +178,21 @@ inline __attribute__((always_inline)) void for_tiles(int64_t width, F&& f) {
   for (; c + K * kLanes<A> <= width; c += K * kLanes<A>) f(c, WholeTile<K, A>{});
   for (; c + kLanes<A> <= width; c += kLanes<A>) f(c, WholeTile<1, A>{});
   if (c < width) f(c, PartTile<A>{width - c});
+}
+
+// Adds up f(first column, tile, sums) over a row's vectors: f receives the sums so far and returns the
+// new ones. Passed by value, they stay in registers.
+template <class A, int N>
+struct Sums {
+  Vec<A> v[N] = {};
+};
+template <class A, int N, class F>
+inline __attribute__((always_inline)) Sums<A, N> sum_tiles(int64_t width, F&& f) {
+  Sums<A, N> sums;
+  int64_t c = 0;
+  for (; c + kLanes<A> <= width; c += kLanes<A>) sums = f(c, WholeTile<1, A>{}, sums);
+  if (c < width) sums = f(c, PartTile<A>{width - c}, sums);
+  return sums;
 }
 
 }  // namespace sdm::cpu::SDM_ISA
