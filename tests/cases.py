@@ -129,9 +129,7 @@ def make_inputs(case, seed=0):
         if case.ids in ("mixed", "dropped"):
             out = rng.random(shape) < (0.15 if case.ids == "mixed" else 0.6)
             out[..., 2:4, :] |= count == writes  # tokens that write nothing
-            not_a_slot = [
-                case.slots + {"S": 0, "S + 5": 5}[x] if isinstance(x, str) else x for x in NOT_A_SLOT
-            ]
+            not_a_slot = [case.slots + {"S": 0, "S + 5": 5}[x] if isinstance(x, str) else x for x in NOT_A_SLOT]
             ids[out] = rng.choice(np.array(not_a_slot, np.int32), out.sum())
             weights[out] = np.nan
         return ids, weights
@@ -162,10 +160,7 @@ def make_inputs(case, seed=0):
         q_idx,
         q_val,
     )
-    inputs = {
-        name: x if name.endswith("idx") else x.astype(np.float32)
-        for name, x in zip(INPUTS, values, strict=True)
-    }
+    inputs = {name: x if name.endswith("idx") else x.astype(np.float32) for name, x in zip(INPUTS, values, strict=True)}
     cotangents = {
         "y": rng.standard_normal(v.shape).astype(np.float32),
         "new_bank": rng.standard_normal(inputs["bank"].shape).astype(np.float32),
@@ -177,8 +172,7 @@ def in_dtype(inputs, dtype):
     """The inputs as a caller with a bank of `dtype` has them: gates and strengths in float32 at least."""
     wide = np.float64 if np.dtype(dtype) == np.float64 else np.float32
     return {
-        name: x if name.endswith("idx") else x.astype(dtype if name in ROUNDED else wide)
-        for name, x in inputs.items()
+        name: x if name.endswith("idx") else x.astype(dtype if name in ROUNDED else wide) for name, x in inputs.items()
     }
 
 

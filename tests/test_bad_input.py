@@ -136,21 +136,14 @@ def test_most_entries_pass():
 def test_two_to_the_31_rows(lead):
     slots = 2**31 // int(np.prod(lead))
     structs = {name: Struct((*lead, *x.shape[1:]), x.dtype) for name, x in GOOD.items()}
-    with pytest.raises(
-        sdm_jax.UnsupportedConfigurationError, match=rf"bank has {2**31} rows .* fewer than 2\^31"
-    ):
-        trace(
-            structs
-            | {"bank": Struct((*lead, slots, 1), jnp.float32), "v": Struct((*lead, T, 1), jnp.float32)}
-        )
+    with pytest.raises(sdm_jax.UnsupportedConfigurationError, match=rf"bank has {2**31} rows .* fewer than 2\^31"):
+        trace(structs | {"bank": Struct((*lead, slots, 1), jnp.float32), "v": Struct((*lead, T, 1), jnp.float32)})
 
 
 def test_two_to_the_31_tokens():
     lead, tokens = (2**20,), 2**11 - 1
     structs = {name: Struct((*lead, tokens, x.shape[-1]), x.dtype) for name, x in GOOD.items()}
-    with pytest.raises(
-        sdm_jax.UnsupportedConfigurationError, match=r"tokens .* are 2147483648; fewer than 2\^31"
-    ):
+    with pytest.raises(sdm_jax.UnsupportedConfigurationError, match=r"tokens .* are 2147483648; fewer than 2\^31"):
         trace(structs | {"bank": Struct((*lead, 4, D), jnp.float32)})
 
 
@@ -164,9 +157,7 @@ def test_shared_bank_has_to_be_asked_for():
 
 
 def test_shared_bank_with_other_axes():
-    with pytest.raises(
-        ValueError, match=r"leading axes of bank, \[3\], must be the first of those of k_idx, \[2\]"
-    ):
+    with pytest.raises(ValueError, match=r"leading axes of bank, \[3\], must be the first of those of k_idx, \[2\]"):
         trace(with_shape("bank", 3, S, D), shared_bank=True)
 
 
@@ -226,8 +217,7 @@ def test_settings_of_numpy(x64):
     same = [
         plain | {"chunk_size": np.int32(16)},
         plain | {"chunk_size": np.int64(16), "shared_bank": np.bool_(False)},
-        plain
-        | {"chunk_size": np.uint8(16), "snapshot_quant": np.str_("fp8"), "implementation": np.str_("cpu")},
+        plain | {"chunk_size": np.uint8(16), "snapshot_quant": np.str_("fp8"), "implementation": np.str_("cpu")},
         plain | {"grad_bank_dtype": np.float32},
         plain | {"grad_bank_dtype": jnp.float32},
         plain | {"grad_bank_dtype": np.dtype("float32")},
@@ -238,9 +228,7 @@ def test_settings_of_numpy(x64):
             got = sdm_jax.write_read(**arrays, **settings)
             assert_same_bits(dict(zip(RESULTS, got, strict=False)), want)
             value, gradients = jax.value_and_grad(
-                lambda bank, settings=settings: sdm_jax.write_read(**(arrays | {"bank": bank}), **settings)[
-                    0
-                ].sum()
+                lambda bank, settings=settings: sdm_jax.write_read(**(arrays | {"bank": bank}), **settings)[0].sum()
             )(jnp.asarray(arrays["bank"]))
             assert np.isfinite(float(value))
             assert np.isfinite(np.asarray(gradients)).all()
@@ -280,9 +268,7 @@ def test_decode_step():
 
 def test_implementation_of_another_platform():
     if jax.default_backend() == "cpu":
-        with pytest.raises(
-            sdm_jax.UnsupportedConfigurationError, match=r"='cuda'.*NVIDIA GPUs"
-        ):
+        with pytest.raises(sdm_jax.UnsupportedConfigurationError, match=r"='cuda'.*NVIDIA GPUs"):
             sdm_jax.write_read(**zeros(GOOD), implementation="cuda")
 
 
@@ -398,8 +384,7 @@ def test_plan_of_a_long_stream():
     assert plan(1024).forward_working_bytes == plan(16384).forward_working_bytes
     rows = P * (1000 // 50) * 50 * W
     snapshot = {
-        mode: plan(1000, chunk_size=50, snapshot_quant=mode).snapshot_bytes
-        for mode in ("none", "bf16", "fp8", "int4")
+        mode: plan(1000, chunk_size=50, snapshot_quant=mode).snapshot_bytes for mode in ("none", "bf16", "fp8", "int4")
     }
     assert snapshot == {"none": rows * 256, "bf16": rows * 128, "fp8": rows * 68, "int4": rows * 36}
     saved = {mode: plan(1000, chunk_size=50, snapshot_quant=mode).saved_bytes for mode in snapshot}

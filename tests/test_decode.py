@@ -11,10 +11,7 @@ from tolerance import assert_close, assert_same_bits, relative_error, tol
 import sdm_jax
 
 CASES = [
-    *(
-        SHAPE[name]
-        for name in ("one_stream", "two_axes", "shared_by_some", "width_1", "width_130", "few_slots")
-    ),
+    *(SHAPE[name] for name in ("one_stream", "two_axes", "shared_by_some", "width_1", "width_130", "few_slots")),
     GATES[-1],
     *IDS[1:4],
 ]
@@ -22,9 +19,7 @@ CASES = [
 
 @functools.cache
 def jitted(implementation, shared_bank):
-    return jax.jit(
-        functools.partial(sdm_jax.decode_step, implementation=implementation, shared_bank=shared_bank)
-    )
+    return jax.jit(functools.partial(sdm_jax.decode_step, implementation=implementation, shared_bank=shared_bank))
 
 
 def token_of(inputs, t):
@@ -127,6 +122,4 @@ def test_no_streams():
     case = Case("empty", lead=(0, 2), tokens=1, gates="mild")
     token = token_of(make_inputs(case)[0], 0)
     y, new_bank = sdm_jax.decode_step(**token)
-    assert_same_bits(
-        {"y": y, "new_bank": new_bank}, {"y": np.zeros((0, 2, 17), np.float32), "new_bank": token["bank"]}
-    )
+    assert_same_bits({"y": y, "new_bank": new_bank}, {"y": np.zeros((0, 2, 17), np.float32), "new_bank": token["bank"]})

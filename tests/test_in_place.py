@@ -45,9 +45,7 @@ def bank_copies(program, shape=BANK, dtype="f32"):
     for line in program.splitlines():
         if line.endswith("{"):
             fused = "fused" in line or "wrapped" in line
-        found = re.match(
-            rf"\s*(?:ROOT )?%[\w.-]+ = \(?{bank}\S* (copy|copy-start|fusion|call)\((.*?)\)(.*)", line
-        )
+        found = re.match(rf"\s*(?:ROOT )?%[\w.-]+ = \(?{bank}\S* (copy|copy-start|fusion|call)\((.*?)\)(.*)", line)
         if found and not fused:
             opcode, operands, rest = found.groups()
             from_bank = any(re.match(bank, types.get(x, "")) for x in re.findall(r"%[\w.-]+", operands))
@@ -85,9 +83,7 @@ def test_donated_call(implementation):
 def test_call_that_is_not_donated(implementation):
     bank = jnp.asarray(make_bank())
     tokens = make_tokens()
-    run = compile_donated(
-        lambda bank, tokens: write_read(implementation)(bank, **tokens), bank, tokens, donate=False
-    )
+    run = compile_donated(lambda bank, tokens: write_read(implementation)(bank, **tokens), bank, tokens, donate=False)
     assert len(bank_copies(run.as_text())) == 1
     _, new_bank = run(bank, tokens)
     assert new_bank.unsafe_buffer_pointer() != bank.unsafe_buffer_pointer()

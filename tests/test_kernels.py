@@ -114,9 +114,7 @@ def composed(steps, inputs, cotangents, mode="none"):
             ),
         )
     dv, dbeta, da, dqk, dk_eff, dk_carry, dq_eff, ddecay = zip(*gradients, strict=True)
-    dv, dbeta, dk_eff, dk_carry, dq_eff = (
-        jnp.concatenate(x, axis=-2) for x in (dv, dbeta, dk_eff, dk_carry, dq_eff)
-    )
+    dv, dbeta, dk_eff, dk_carry, dq_eff = (jnp.concatenate(x, axis=-2) for x in (dv, dbeta, dk_eff, dk_carry, dq_eff))
     da, dqk = jnp.stack(da, axis=-3), jnp.stack(dqk, axis=-3)
     ddecay = jnp.stack(ddecay, axis=-2)
     dk_val, dg, dq_val = steps.phase1_backward(
@@ -259,9 +257,7 @@ def test_a_bank_survives_garbage(implementation):
     got = run("mover", implementation, (bank, none, starts, order, k_carry, decay, delta), {})
     assert np.array_equal(got, bank)
     nowhere = jnp.full_like(order, 10**6)
-    got = run(
-        "mover", implementation, (bank, slots, starts, nowhere, k_carry, jnp.ones_like(decay), delta), {}
-    )
+    got = run("mover", implementation, (bank, slots, starts, nowhere, k_carry, jnp.ones_like(decay), delta), {})
     assert np.array_equal(got, bank)
 
 

@@ -83,9 +83,7 @@ def test_neighbours_do_not_matter():
 
 
 def digest(implementation, case):
-    return hashlib.sha256(
-        b"".join(x.tobytes() for x in case_results(case, implementation).values())
-    ).hexdigest()
+    return hashlib.sha256(b"".join(x.tobytes() for x in case_results(case, implementation).values())).hexdigest()
 
 
 def pool_threads():
@@ -107,8 +105,7 @@ def test_number_of_threads():
         code = "import test_reproducible; test_reproducible.report()"
         return subprocess.Popen(
             [sys.executable, "-c", code],
-            env=environment
-            | {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])},
+            env=environment | {"PYTHONPATH": os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])},
             stdout=subprocess.PIPE,
         )
 

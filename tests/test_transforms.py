@@ -114,13 +114,8 @@ def test_gradients_and_vmap(implementation, order):
     def loss(floats, inputs, cotangents):
         return scalar(implementation, cotangents)(floats, inputs)
 
-    if order == "vmap_of_grad":
-        fn = jax.vmap(jax.grad(loss))
-    else:
-        fn = jax.grad(lambda *x: jax.vmap(loss)(*x).sum())
-    assert_close(
-        gradients(jit(fn)(floats_of(inputs), inputs, cotangents)), wanted(inputs, cotangents), "float32"
-    )
+    fn = jax.vmap(jax.grad(loss)) if order == "vmap_of_grad" else jax.grad(lambda *x: jax.vmap(loss)(*x).sum())
+    assert_close(gradients(jit(fn)(floats_of(inputs), inputs, cotangents)), wanted(inputs, cotangents), "float32")
 
 
 def test_vmap_of_a_shared_bank():
@@ -153,9 +148,7 @@ def test_checkpoint(implementation, order):
     fn = {
         "grad_of_checkpoint": jax.grad(jax.checkpoint(loss)),
         "checkpoint_of_grad": jax.checkpoint(jax.grad(loss)),
-        "everything_saveable": jax.grad(
-            jax.checkpoint(loss, policy=jax.checkpoint_policies.everything_saveable)
-        ),
+        "everything_saveable": jax.grad(jax.checkpoint(loss, policy=jax.checkpoint_policies.everything_saveable)),
     }[order]
     assert_close(gradients(jit(fn)(floats_of(inputs), inputs)), wanted(inputs, cotangents), "float32")
 
@@ -267,9 +260,7 @@ def test_second_derivatives_say_why_not(implementation):
     inputs, cotangents = make_inputs(CASE)
     loss = scalar(implementation, cotangents)
     first = jax.grad(lambda v: loss(floats_of(inputs) | {"v": v}, inputs))
-    with pytest.raises(
-        NotImplementedError, match=r"no derivative of its own.*once.*implementation='reference'"
-    ):
+    with pytest.raises(NotImplementedError, match=r"no derivative of its own.*once.*implementation='reference'"):
         jax.grad(lambda v: first(v).sum())(inputs["v"])
 
 
@@ -278,9 +269,7 @@ def test_second_derivatives_of_the_reference():
     loss = scalar("reference", cotangents)
 
     def slope(v):
-        return jax.grad(lambda beta: loss(floats_of(inputs) | {"v": v, "beta": beta}, inputs).sum())(
-            inputs["beta"]
-        )
+        return jax.grad(lambda beta: loss(floats_of(inputs) | {"v": v, "beta": beta}, inputs).sum())(inputs["beta"])
 
     # The gradient of the strengths is linear in the values: its derivative along them is its change.
     v = np.nan_to_num(inputs["v"])

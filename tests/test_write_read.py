@@ -75,9 +75,7 @@ def test_bfloat16_bank_on_the_cpu(case):
 @pytest.mark.parametrize("case", FEW_BFLOAT16_CASES, ids=ids_of)
 def test_bfloat16_bank(implementation, case):
     got = case_results(case, implementation, "bfloat16")
-    assert {got[name].dtype.name for name in ("y", "new_bank", "d_bank", "d_k_val", "d_v", "d_q_val")} == {
-        "bfloat16"
-    }
+    assert {got[name].dtype.name for name in ("y", "new_bank", "d_bank", "d_k_val", "d_v", "d_q_val")} == {"bfloat16"}
     assert {got[name].dtype.name for name in ("d_beta", "d_g")} == {"float32"}
     assert_close(got, case_oracle(case, "bfloat16"), "bfloat16")
 
@@ -162,15 +160,11 @@ def test_lossy_snapshots(implementation, mode):
 
 def test_int4_snapshot_of_an_odd_width(implementation):
     exact = case_results(ODD_WIDTH, implementation, "bfloat16")
-    assert_approximate(
-        case_results(ODD_WIDTH, implementation, "bfloat16", snapshot_quant="int4"), exact, "int4"
-    )
+    assert_approximate(case_results(ODD_WIDTH, implementation, "bfloat16", snapshot_quant="int4"), exact, "int4")
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8", "int4"])
-@pytest.mark.parametrize(
-    "case", [SHAPE["width_1"], ODD_WIDTH, SHAPE["width_130"], SHAPE["shared_by_some"]], ids=ids_of
-)
+@pytest.mark.parametrize("case", [SHAPE["width_1"], ODD_WIDTH, SHAPE["width_130"], SHAPE["shared_by_some"]], ids=ids_of)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_lossy_snapshots_on_the_cpu(case, mode, dtype):
     case = case._replace(gates="mild")
@@ -294,12 +288,9 @@ def test_ids_outside_the_bank_are_dropped_alike(implementation, dtype):
     inputs, cotangents = make_inputs(case)
     cleaned = {name: np.nan_to_num(x, nan=0.0, neginf=-np.inf) for name, x in inputs.items()}
     for name in ("k_idx", "q_idx"):
-        cleaned[name] = np.where((inputs[name] < 0) | (inputs[name] >= case.slots), -1, inputs[name]).astype(
-            np.int32
-        )
+        cleaned[name] = np.where((inputs[name] < 0) | (inputs[name] >= case.slots), -1, inputs[name]).astype(np.int32)
     got, want = (
-        results(in_dtype(x, dtype), cotangents, implementation=implementation, chunk_size=16)
-        for x in (inputs, cleaned)
+        results(in_dtype(x, dtype), cotangents, implementation=implementation, chunk_size=16) for x in (inputs, cleaned)
     )
     assert_same_bits(got, want)
     outside = inputs["k_idx"] != cleaned["k_idx"]
@@ -376,9 +367,7 @@ def test_many_tokens_on_few_slots(implementation, gate):
 @pytest.mark.parametrize("gate", [0.0, -0.05])
 def test_long_bfloat16_stream_drifts_little(gate):
     # Each write rounds its row once a chunk, so an ungated bank drifts; a gate forgets the drift.
-    case = Case(
-        "drift", lead=(), tokens=16384, slots=64, width=8, writes=2, reads=2, gates=gate, ids="distinct"
-    )
+    case = Case("drift", lead=(), tokens=16384, slots=64, width=8, writes=2, reads=2, gates=gate, ids="distinct")
     inputs, cotangents = make_inputs(case)
     narrow = in_dtype(inputs, "bfloat16")
     got = results(narrow, cotangents)
