@@ -73,12 +73,23 @@ def by_the_words(layer, x, bank):
     "settings",
     [
         {},
-        {"query_batchnorm": True, "write_scale": 2.0, "read_scale": 0.5},
-        {"key_weighted_decay": True, "normalize_readings": False, "write_activation": "l2"},
-        {"output_gate": False, "learned_bank": False, "read_activation": "relu"},
-        {"product_key_factors": (3, 4, 3), "num_heads": 1, "read_activation": "sigmoid"},
+        {
+            "query_batchnorm": True,
+            "key_weighted_decay": True,
+            "normalize_readings": False,
+            "write_activation": "l2",
+            "read_scale": 0.5,
+        },
+        {
+            "product_key_factors": (3, 4, 3),
+            "num_heads": 1,
+            "output_gate": False,
+            "learned_bank": False,
+            "read_activation": "relu",
+            "write_scale": 2.0,
+        },
     ],
-    ids=lambda settings: ",".join(settings) or "defaults",
+    ids=["defaults", "batchnorm-key_weighted_decay-l2", "three_factors-zero_bank-relu"],
 )
 def test_is_the_specification(settings):
     with jax.enable_x64(True):
@@ -113,8 +124,7 @@ def gated_delta_rule(layer, x, state):
     return jnp.swapaxes(y, 0, 1) @ layer.output.kernel[...], state
 
 
-@pytest.mark.parametrize("start", ["zero bank", "filled bank"])
-def test_dense_limit_is_the_gated_delta_rule(start):
+def test_dense_limit_is_the_gated_delta_rule():
     """All slots written and read with L2 weights: values, gradients, and token by token."""
     width, tokens = 16, 70
     with jax.enable_x64(True):
@@ -133,9 +143,6 @@ def test_dense_limit_is_the_gated_delta_rule(start):
             rngs=nnx.Rngs(0),
         )
         x = features(2, tokens, 6, jnp.float64)
-        bank = jnp.zeros((2, width, 6), jnp.float64)
-        if start == "filled bank":
-            bank = jax.random.normal(jax.random.key(2), bank.shape, jnp.float64)
         graph, params = nnx.split(layer)
 
         def ours(params, x, bank):
@@ -152,22 +159,24 @@ def test_dense_limit_is_the_gated_delta_rule(start):
 
             return jax.jit(jax.value_and_grad(weighted, argnums=(0, 1, 2), has_aux=True))
 
-        got, expected = loss(ours)(params, x, bank), loss(theirs)(params, x, bank)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-11), got, expected)
+        zeros = jnp.zeros((2, width, 6), jnp.float64)
+        ours, theirs = loss(ours), loss(theirs)
+        for bank in (zeros, jax.random.normal(jax.random.key(2), zeros.shape, jnp.float64)):
+            got, expected = ours(params, x, bank), theirs(params, x, bank)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-11), got, expected)
 
-        (_, (y, _)), _ = expected
-        state = SDMState(bank[:, None], jnp.int32(0))
-        decode = jax.jit(lambda params, x, state: nnx.merge(graph, params)(x, state))
-        for t in range(tokens):
-            y_t, state = decode(params, x[:, t : t + 1], state)
-            np.testing.assert_allclose(y_t, y[:, t : t + 1], rtol=0, atol=1e-11)
+            (_, (y, _)), _ = expected
+            state = SDMState(bank[:, None], jnp.int32(0))
+            for t in range(tokens):
+                y_t, state = run(layer, x[:, t : t + 1], state)
+                np.testing.assert_allclose(y_t, y[:, t : t + 1], rtol=0, atol=1e-11)
 
 
 def test_pieces_equal_one_pass():
     layer = make(chunk_size=16)
     x = features(tokens=40)
     y, whole = run(layer, x)
-    for pieces in [(40,), (17, 23), (1, 1, 38), (1,) * 40]:
+    for pieces in [(40,), (17, 1, 22), (1,) * 40]:
         state, ys, start = layer.init_state(2), [], 0
         for length in pieces:
             piece, state = run(layer, x[:, start : start + length], state)
@@ -257,24 +266,20 @@ def test_partitioning_metadata_is_kept():
     assert kernel.get_value() == jax.sharding.PartitionSpec(None, "model")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dtypes(dtype):
-    layer = make(dtype=dtype)
-    exact = make()
+def test_bfloat16():
+    layer = make(dtype="bfloat16")
     x = features()
     y, state = run(layer, x)
-    assert y.dtype == state.bank.dtype == jnp.dtype(dtype)
+    assert y.dtype == state.bank.dtype == jnp.bfloat16
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(layer)))
-    if dtype == "bfloat16":
-        # Rounded scores may select other slots, so only most of the readings are near.
-        error = jnp.abs(y - run(exact, x)[0])
-        assert jnp.median(error) < 0.05
+    # Rounded scores may select other slots, so only most of the readings are near.
+    assert jnp.median(jnp.abs(y - run(make(), x)[0])) < 0.05
     gradients = jax.jit(jax.grad(lambda layer: layer(x)[0].astype(jnp.float32).sum()))(layer)
     assert all(x.dtype == jnp.float32 and jnp.isfinite(x).all() for x in jax.tree.leaves(gradients))
     wide = layer.init_state(2, jnp.float32)
     y, state = run(layer, x, wide)
     assert state.bank.dtype == jnp.float32
-    assert y.dtype == jnp.dtype(dtype)
+    assert y.dtype == jnp.bfloat16
 
 
 def test_clone_steps_with_a_donated_state():
@@ -375,7 +380,6 @@ def test_bad_calls():
 
 
 def test_every_activation_is_finite():
-    x = jnp.linspace(-30, 30, 24).reshape(2, 12)
+    x = jnp.asarray(np.concatenate([np.linspace(-30, 30, 24), np.zeros(12)]).reshape(3, 12), jnp.float32)
     for activation in ACTIVATIONS.values():
-        assert jnp.isfinite(activation(x, 2.0)).all()
-        assert jnp.isfinite(activation(jnp.zeros((2, 3)), 1.0)).all()
+        assert np.isfinite(jax.jit(activation)(x, 2.0)).all()

@@ -80,7 +80,7 @@ def test_prefill_and_decode_equal_one_pass():
     logits, none = run(model, tokens)
     assert none is None
     assert logits.shape == (2, 37, 50)
-    for pieces in [(37,), (5, 32), (8, 29), (36, 1), (1,) * 37]:
+    for pieces in [(37,), (5, 1, 31), (1,) * 37]:
         cache, parts, start = model.init_cache(2, 37), [], 0
         for length in pieces:
             part, cache = run(model, tokens[:, start : start + length], cache)
@@ -102,10 +102,8 @@ def test_generate():
     model = make()
     prompt = text(tokens=9)
     greedy = generate(model, prompt, 6, temperature=0)
-    tokens = prompt
-    for _ in range(6):
-        tokens = jnp.concatenate([tokens, run(model, tokens)[0][:, -1:].argmax(-1)], axis=1)
-    np.testing.assert_array_equal(greedy, tokens[:, 9:])
+    logits, _ = run(model, jnp.concatenate([prompt, greedy], axis=1))
+    np.testing.assert_array_equal(greedy, logits[:, 8:-1].argmax(-1))
     warm = generate(model, prompt, 6, temperature=2.0, seed=3)
     np.testing.assert_array_equal(warm, generate(model, prompt, 6, temperature=2.0, seed=3))
     assert (warm != generate(model, prompt, 6, temperature=2.0, seed=4)).any()
@@ -121,9 +119,9 @@ def test_samples_follow_the_distribution():
     model = make(layers=("swa",))
     prompt = text(batch=1, tokens=4)
     expected = jax.nn.softmax(run(model, prompt)[0][0, -1] / 2)
-    drawn = generate(model, jnp.tile(prompt, (20_000, 1)), 1, temperature=2.0)
-    counts = np.bincount(np.asarray(drawn[:, 0]), minlength=50) / 20_000
-    np.testing.assert_allclose(counts, expected, rtol=0, atol=0.01)
+    drawn = generate(model, jnp.tile(prompt, (5_000, 1)), 1, temperature=2.0)
+    counts = np.bincount(np.asarray(drawn[:, 0]), minlength=50) / 5_000
+    np.testing.assert_allclose(counts, expected, rtol=0, atol=0.02)
 
 
 def test_learns_a_fixed_batch():
@@ -156,7 +154,7 @@ def test_learns_a_fixed_batch():
 def test_dtype():
     model = make(dtype="bfloat16")
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    logits, cache = run(model, text(), model.init_cache(2, 40))
+    logits, cache = jax.eval_shape(run, model, text(), model.init_cache(2, 40))
     assert logits.dtype == jnp.float32
     assert {x.dtype.name for x in jax.tree.leaves(cache)} == {"bfloat16", "int32"}
 

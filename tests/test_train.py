@@ -77,7 +77,8 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert "step 5 in" in capsys.readouterr().out
     # The settings come from the checkpoint; those given again agree with it.
-    assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--dim", "16", "--sample-length", "0"]) == 0
+    assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--dim", "16", "--sample-length", "5"]) == 0
+    assert "sample:\ndef " in capsys.readouterr().out
 
     (whole_step, whole), (parts_step, parts) = arrays(tmp_path / "whole"), arrays(tmp_path / "parts")
     assert whole_step == parts_step == 8
@@ -86,9 +87,8 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
     for name, value in whole.items():
         assert value.tobytes() == parts[name].tobytes(), name
 
-    # A finished run only validates and samples again.
-    assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--sample-length", "5"]) == 0
-    assert "sample:\ndef " in capsys.readouterr().out
+    # A finished run only validates again.
+    assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--sample-length", "0"]) == 0
     assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--dim", "32"]) == 2
     assert "--dim 32: the checkpoint in" in capsys.readouterr().err
     original = data.read_bytes()

@@ -54,18 +54,18 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
     )
     flags.add("--overwrite", False, "delete the checkpoints in --out and start anew", action="store_true")
-    flags.add("--save-every", 200, "steps between checkpoints", type=integer, metavar="N")
+    flags.add("--save-every", 250, "steps between checkpoints", type=integer, metavar="N")
 
     flags.group("training")
-    flags.add("--steps", 400, "steps in all", type=integer, metavar="N")
-    flags.add("--batch-size", 8, "pieces of text a step", type=integer, metavar="N")
+    flags.add("--steps", 500, "steps in all", type=integer, metavar="N")
+    flags.add("--batch-size", 2, "pieces of text a step", type=integer, metavar="N")
     flags.add("--length", 512, "bytes of a piece", type=integer, metavar="N")
     flags.add("--learning-rate", 4e-3, "peak learning rate", type=positive, metavar="X")
-    flags.add("--warmup-steps", 40, "steps up to the peak", type=natural, metavar="N")
+    flags.add("--warmup-steps", 50, "steps up to the peak", type=natural, metavar="N")
     flags.add("--weight-decay", 0.1, "of matrices", type=nonnegative, metavar="X")
     flags.add("--clip-norm", 1.0, "largest norm of the gradient", type=positive, metavar="X")
     flags.add("--seed", 0, "of parameters, batches and samples", type=natural, metavar="N")
-    flags.add("--validate-every", 200, "steps between validations", type=integer, metavar="N")
+    flags.add("--validate-every", 250, "steps between validations", type=integer, metavar="N")
     flags.add("--validation-bytes", 65536, "bytes that a validation predicts", type=integer, metavar="N")
 
     flags.group("model")
@@ -150,6 +150,8 @@ def _settle(given, defaults, checkpoints) -> argparse.Namespace:
 
 
 def _train(settings, invocation, checkpoints) -> int:
+    import jax
+
     from sdm_jax.cli import _text
 
     text = _text.read_text(settings.data)
@@ -169,9 +171,10 @@ def _train(settings, invocation, checkpoints) -> int:
     )
     order_1 = _text.ByteBigram(text.train).bits_per_byte(pieces)
 
-    state = trainer.init(settings.seed)
     if invocation.resume:
-        state = checkpoints.restore(state)
+        state = checkpoints.restore(jax.eval_shape(trainer.init, settings.seed))
+    else:
+        state = trainer.init(settings.seed)
     print(
         f"text: {text.source}, {len(text.train):,} bytes to train on and {len(text.validation):,} "
         "to validate on\n"
