@@ -2,6 +2,7 @@
 // of 64 columns of one stream and holds all rows of it in registers: two dependent memory accesses, ids
 // then rows. Bound by their latency, then by the W + R rows read and the W rows written.
 #include "cuda/common/launch.cuh"
+#include "cuda/common/lists.cuh"
 
 namespace sdm::gpu {
 namespace {
@@ -28,7 +29,9 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   __shared__ int32_t first_id[kMost];  // the slot at its first entry, else -1
   __shared__ int32_t readers[kMost];   // reads of the slot at its first entry
   __shared__ float decay[kMost], weight[kMost], read_weight[kMost];
+  __shared__ float kappa[kMost], q[kMost];  // of single entries
   __shared__ float partial[kTeams][kSlice], delta[kSlice];
+  __shared__ int8_t seen[kMost];  // reads of written slots
   __shared__ int any;
   const int slice = blockIdx.x % a.slices;
   const int64_t p = blockIdx.x / a.slices;
@@ -50,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
       for (int s = 0; s < Lanes::steps; ++s) {
         const int c = Lanes::column(lane, s);
         rows[k][s] = {};
-        if (id >= 0 && c < columns) rows[k][s] = load_packed<T, V>(bank + id * a.width + c);
+        if (id >= 0 && c < columns) rows[k][s] = load_row<T, V>(bank + id * a.width + c);
       }
     }
   };
@@ -73,47 +76,63 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
 
   if (threadIdx.x == 0) any = 0;
   wait_for_previous();
-  const auto id_or_none = [&](int id) { return static_cast<unsigned>(id) < static_cast<unsigned>(a.num_slots) ? id : -1; };
-  for (int w = threadIdx.x; w < a.writes; w += kThreads) write_id[w] = id_or_none(a.k_idx[p * a.writes + w]);
-  for (int r = threadIdx.x; r < a.reads; r += kThreads) read_id[r] = id_or_none(a.q_idx[p * a.reads + r]);
+  float v = 0, beta = 0;
+  if (threadIdx.x < columns) {
+    v = to_float(static_cast<const T*>(a.v)[p * a.width + column0 + threadIdx.x]);
+    beta = a.beta[p];
+  }
+  const auto id_or_none = [&](int id) {
+    return static_cast<unsigned>(id) < static_cast<unsigned>(a.num_slots) ? id : -1;
+  };
+  for (int w = threadIdx.x; w < a.writes; w += kThreads) {
+    write_id[w] = id_or_none(a.k_idx[p * a.writes + w]);
+    kappa[w] = to_float(k_val[w]);
+    decay[w] = expf(g[a.gates == 1 ? 0 : w]);
+  }
+  for (int r = threadIdx.x; r < a.reads; r += kThreads) {
+    read_id[r] = id_or_none(a.q_idx[p * a.reads + r]);
+    q[r] = to_float(q_val[r]);
+    seen[r] = 0;
+  }
   __syncthreads();
   // Rows set out while the entries are matched; those of repeated entries in vain.
   Rows written, read;
   fetch(written, write_id, a.writes, 0);
   fetch(read, read_id, a.reads, 0);
-  // The first entry of a slot takes the weights of all writes, and of all reads that see them.
-  for (int w = threadIdx.x; w < a.writes; w += kThreads) {
+  // The first entry of a slot takes the weights of all its writes, and of all reads that see them: a warp an
+  // entry, its lanes over the others.
+  const int in_warp = threadIdx.x & 31;
+  for (int w = threadIdx.x / 32; w < a.writes; w += kThreads / 32) {
     const int id = write_id[w];
     bool first = id >= 0;
-    if (id >= 0) any = 1;
-    for (int e = 0; e < w; ++e) first = first && write_id[e] != id;
     float sum = 0, read_sum = 0;
     int count = 0;
-    if (first) {
-      decay[w] = expf(g[a.gates == 1 ? 0 : w]);
-      for (int e = w; e < a.writes; ++e) {
-        if (write_id[e] == id) sum += to_float(k_val[e]);
-      }
-      for (int r = 0; r < a.reads; ++r) {
-        if (read_id[r] == id) {
-          read_sum += to_float(q_val[r]);
-          ++count;
-        }
-      }
-    }
-    weight[w] = sum;
-    read_weight[w] = read_sum;
-    readers[w] = count;
-    first_id[w] = first ? id : -1;
-  }
-  __syncthreads();
-  for (int r = threadIdx.x; r < a.reads; r += kThreads) {
-    const int id = read_id[r];
-    for (int w = 0; w < a.writes; ++w) {
-      if (first_id[w] == id) {
-        read_id[r] = -1;  // its slot's first entry reads for it
+    for (int e0 = 0; id >= 0 && e0 < a.writes; e0 += 32) {
+      const int e = e0 + in_warp;
+      const bool same = e < a.writes && write_id[e] == id;
+      if (__ballot_sync(0xffffffffu, same && e < w)) {
+        first = false;
         break;
       }
+      if (same) sum += kappa[e];
+    }
+    if (first) {
+      for (int r = in_warp; r < a.reads; r += 32) {
+        if (read_id[r] != id) continue;
+        read_sum += q[r];
+        ++count;
+        seen[r] = 1;
+      }
+      sum = warp_sum(sum);
+      read_sum = warp_sum(read_sum);
+      count = __reduce_add_sync(0xffffffffu, count);
+    }
+    if (in_warp == 0) {
+      if (id >= 0) any = 1;
+      weight[w] = sum;
+      read_weight[w] = read_sum;
+      readers[w] = count;
+      first_id[w] = first ? id : -1;
     }
   }
   __syncthreads();
@@ -139,9 +158,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
   if (threadIdx.x < kSlice) {
     const int c = threadIdx.x;
     float value = 0;
-    if (any && c < columns) {
-      value = a.beta[p] * (to_float(static_cast<const T*>(a.v)[p * a.width + column0 + c]) - retrieved);
-    }
+    if (any && c < columns) value = beta * (v - retrieved);
     delta[c] = value;
   }
   __syncthreads();
@@ -178,8 +195,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const int r = base + team + k * kTeams;
-      if (r >= a.reads || read_id[r] < 0) continue;
-      const float weight = to_float(q_val[r]);
+      if (r >= a.reads || read_id[r] < 0 || seen[r]) continue;
+      const float weight = q[r];
 #pragma unroll
       for (int s = 0; s < Lanes::steps; ++s) {
         float x[V];
@@ -216,8 +233,8 @@ cudaError_t decode(const Decode& d, Launch where) {
                       static_cast<int>(s.streams_per_bank),
                       static_cast<int>(s.slots)};
   return for_rows(d.dtype, s.width, [&](auto type, auto v) {
-    return launch(decode_kernel<decltype(type), decltype(v)::value>, dim3(s.streams * params.slices), kThreads, 0, where,
-                  params);
+    return launch(decode_kernel<decltype(type), decltype(v)::value>, dim3(s.streams * params.slices), kThreads, 0,
+                  where, params);
   });
 }
 

@@ -11,14 +11,15 @@ bool takes_scales(const Forward& f) { return f.snapshot != nullptr && has_scales
 }  // namespace
 
 int forward_branches(const Forward& f) {
-  if (takes_scales(f)) return 1;  // a row's scale needs all its columns before the mover writes any
-  return column_branches(f.shape, f.dtype == DType::bf16 ? 2 : 4);
+  // A row's scale needs all its columns before the mover writes any.
+  if (takes_scales(f) && !splits_streams(f.shape)) return 1;
+  return range_branches(f.shape, f.dtype == DType::bf16 ? 2 : 4);
 }
 
 namespace {
 
 cudaError_t steps(const Forward& f, int stages, int64_t first, int64_t count, const Branches& branches) {
-  return for_branches(branches, f.shape, 1, [&](Columns columns, cudaStream_t stream) {
+  return for_branches(branches, f.shape, 1, [&](Range range, cudaStream_t stream) {
     bool overlap = false;
     const auto run = [&](auto launcher, auto... args) {
       const cudaError_t error = launcher(f, args..., Launch{stream, overlap});
@@ -27,10 +28,10 @@ cudaError_t steps(const Forward& f, int stages, int64_t first, int64_t count, co
     };
     for (int64_t n = first; n < first + count; ++n) {
       cudaError_t error = cudaSuccess;
-      if (stages & kGather) error = run(gather, n, columns);
-      if (error == cudaSuccess && stages & kDual) error = run(dual_matmul, n, columns);
-      if (error == cudaSuccess && stages & kMove && takes_scales(f)) error = run(take_snapshot, n);
-      if (error == cudaSuccess && stages & kMove) error = run(mover, n, columns);
+      if (stages & kGather) error = run(gather, n, range);
+      if (error == cudaSuccess && stages & kDual) error = run(dual_matmul, n, range);
+      if (error == cudaSuccess && stages & kMove && takes_scales(f)) error = run(take_snapshot, n, range);
+      if (error == cudaSuccess && stages & kMove) error = run(mover, n, range);
       if (error != cudaSuccess) return error;
     }
     return cudaSuccess;
@@ -50,6 +51,9 @@ cudaError_t forward(const Forward& whole, int stages, int64_t first, int64_t cou
     const int64_t taken = slabs ? held : count;
     cudaError_t error = cudaSuccess;
     if (stages & kPhase1) error = phase1(f, held, all_columns);
+    if (error == cudaSuccess && stages & kPhase1) {
+      error = slot_records(f.chunks, s, RecordsOf::writes, f.records, held, all_columns);
+    }
     if (error == cudaSuccess && stages & kSolve) error = solve(f, held, all_columns);
     if (error == cudaSuccess && stages & kSteps) error = steps(f, stages, n, taken, branches);
     if (error != cudaSuccess || !slabs) return error;

@@ -14,37 +14,42 @@ constexpr int kInFlight = 8;
 struct Kind {
   const int32_t* ids;
   const float* weights;
-  float* out;
-  const void* minuend;      // [P, T, D] bank dtype; out = minuend - sum where `written`, or null
+  float* out;  // or null
+  // Where v is given: out = v - sum where `written`, else 0, and scaled = beta out.
+  const void* v;      // [P, T, D] bank dtype
+  const float* beta;  // [P, T]
   const int32_t* written;
-  int64_t out_stride;       // from stream to stream
-  int64_t weights_stride;   // the same, in tokens
+  float* scaled;           // [P, C, D]
+  int64_t out_stride;      // from stream to stream
+  int64_t weights_stride;  // the same, in tokens
   int entries;
 };
 
 struct Params {
   const void* rows;
   Kind kind[2];
-  int64_t width, tokens, stored_tokens, bank_stride;
+  int64_t width, tokens, stored_tokens, bank_stride, chunk_stride;
   int64_t begin;  // first column
-  int columns, slices, kinds, chunk_tokens, streams_per_bank, num_slots, warps_per_item;
-  int64_t items;
+  int64_t first_stream;
+  int columns, num_slots;
+  unsigned slices, kinds, chunk_tokens, streams_per_bank, warps_per_item, items;
 };
 
+// Four blocks a multiprocessor: with three, too few loads are in flight.
 template <class T, int V, int Lanes>
-__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ Params a) {
+__global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_constant__ Params a) {
   constexpr int kRows = 32 / Lanes;  // a warp loads at once
   __shared__ float partial[kWarps][Lanes * V];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int member = warp % a.warps_per_item;
-  const int64_t item = static_cast<int64_t>(blockIdx.x) * (kWarps / a.warps_per_item) + warp / a.warps_per_item;
+  const int member = static_cast<int>(warp % a.warps_per_item);
+  const unsigned item = blockIdx.x * (kWarps / a.warps_per_item) + warp / a.warps_per_item;
   const bool active = item < a.items;
   // Items: slice by slice of columns, kind by kind, token by token, stream by stream.
   const int slice = static_cast<int>(item % a.slices);
-  const int64_t rest = item / a.slices;
+  const unsigned rest = item / a.slices;
   const Kind& kind = a.kind[a.kinds == 2 ? rest % 2 : 0];
-  const int64_t row = a.kinds == 2 ? rest / 2 : rest;
-  const int64_t p = row / a.chunk_tokens;
+  const unsigned row = a.kinds == 2 ? rest / 2 : rest;
+  const int64_t p = a.first_stream + row / a.chunk_tokens;
   const int t = static_cast<int>(row % a.chunk_tokens);
   const int sub = lane / Lanes, offset = slice * Lanes * V + lane % Lanes * V;
   const bool inside = active && offset < a.columns;
@@ -53,7 +58,11 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const int32_t* ids = kind.ids + (p * a.tokens + t) * kind.entries;
   const float* weights = kind.weights + (p * kind.weights_stride + t) * kind.entries;
 
-  // Ids and weights do not change from step to step.
+  // v, ids and weights do not change from step to step. v waits in the second-level cache, not in registers.
+  if (kind.v != nullptr && inside) {
+    const T* v = static_cast<const T*>(kind.v) + (p * a.tokens + t) * a.width + column;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(v));
+  }
   int id[kInFlight];
   float weight[kInFlight];
   const int step = a.warps_per_item * kRows;
@@ -61,21 +70,29 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
       const int e = base + k * step + member * kRows + sub;
-      id[k] = inside && e < kind.entries ? ids[e] : -1;
-      if (static_cast<unsigned>(id[k]) >= static_cast<unsigned>(a.num_slots)) id[k] = -1;
-      weight[k] = id[k] >= 0 ? weights[e] : 0.0f;
+      const bool entry = inside && e < kind.entries;
+      id[k] = entry ? ids[e] : -1;
+      weight[k] = entry ? weights[e] : 0.0f;
+    }
+#pragma unroll
+    for (int k = 0; k < kInFlight; ++k) {
+      if (static_cast<unsigned>(id[k]) < static_cast<unsigned>(a.num_slots)) continue;
+      id[k] = -1;
+      weight[k] = 0.0f;
     }
   };
   float acc[V] = {};
   look_up(0);
   wait_for_previous();
+  // Not before the wait: what starts now reads rows that the kernel before this one wrote.
+  let_next_start();
   for (int base = 0; base < kind.entries; base += kInFlight * step) {
     if (base > 0) look_up(base);
     Packed<T, V> packed[kInFlight];
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
       packed[k] = {};
-      if (id[k] >= 0) packed[k] = load_packed<T, V>(rows + id[k] * a.width);
+      if (id[k] >= 0) packed[k] = load_row<T, V>(rows + id[k] * a.width);
     }
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
@@ -85,7 +102,6 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
       for (int i = 0; i < V; ++i) acc[i] += weight[k] * x[i];
     }
   }
-  let_next_start();
 #pragma unroll
   for (int o = Lanes; o < 32; o *= 2) {
 #pragma unroll
@@ -98,28 +114,34 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
     }
     __syncthreads();
     if (member != 0) return;
-    for (int m = 1; m < a.warps_per_item; ++m) {
+    for (unsigned m = 1; m < a.warps_per_item; ++m) {
 #pragma unroll
       for (int i = 0; i < V; ++i) acc[i] += partial[warp + m][i * Lanes + lane % Lanes];
     }
   }
   if (!inside || lane >= Lanes) return;
-  if (kind.minuend != nullptr) {
-    float v[V] = {};
+  const int64_t at = t * a.width + column;
+  if (kind.v != nullptr) {
+    float x[V] = {}, scaled[V];
     const bool written = kind.written[p * a.stored_tokens + t] > 0;
-    if (written) load<T, V>(static_cast<const T*>(kind.minuend) + (p * a.tokens + t) * a.width + column, v);
+    const float beta = written ? kind.beta[p * a.tokens + t] : 0.0f;
+    if (written) load<T, V>(static_cast<const T*>(kind.v) + p * a.tokens * a.width + at, x);
 #pragma unroll
-    for (int i = 0; i < V; ++i) acc[i] = written ? v[i] - acc[i] : 0.0f;
+    for (int i = 0; i < V; ++i) {
+      acc[i] = written ? x[i] - acc[i] : 0.0f;
+      scaled[i] = written ? beta * acc[i] : 0.0f;
+    }
+    store<float, V>(kind.scaled + p * a.chunk_stride + at, scaled);
   }
-  store<float, V>(kind.out + p * kind.out_stride + t * a.width + column, acc);
+  if (kind.out != nullptr) store<float, V>(kind.out + p * kind.out_stride + at, acc);
 }
 
 template <class T, int V>
 cudaError_t run(Params a, int64_t streams, Launch where) {
   const auto with_lanes = [&](auto lanes) {
     constexpr int kLanes = decltype(lanes)::value;
-    a.slices = static_cast<int>(div_up(a.columns, kLanes * V));
-    a.items = streams * a.chunk_tokens * a.kinds * a.slices;
+    a.slices = static_cast<unsigned>(div_up(a.columns, kLanes * V));
+    a.items = static_cast<unsigned>(streams * a.chunk_tokens * a.kinds * a.slices);
     const int most = std::max(a.kind[0].entries, a.kinds == 2 ? a.kind[1].entries : 0);
     a.warps_per_item = gather_warps(most, 32 / kLanes, kInFlight);
     return launch(gather_kernel<T, V, kLanes>, dim3(div_up(a.items, kWarps / a.warps_per_item)), kThreads, 0, where, a);
@@ -129,27 +151,29 @@ cudaError_t run(Params a, int64_t streams, Launch where) {
   return with_lanes(std::integral_constant<int, 8>{});
 }
 
-Params common(const Shape& s, const void* rows, int64_t n, Columns columns) {
+Params common(const Shape& s, const void* rows, int64_t n, Range range) {
   Params a = {};
+  a.first_stream = range.first_stream;
   a.rows = rows;
   a.width = s.width;
   a.tokens = s.tokens;
   a.stored_tokens = s.stored_tokens;
   a.bank_stride = s.slots * s.width;
-  a.begin = columns.begin;
-  a.columns = static_cast<int>(columns.end - columns.begin);
-  a.chunk_tokens = static_cast<int>(s.chunk_tokens(n));
-  a.streams_per_bank = static_cast<int>(s.streams_per_bank);
+  a.chunk_stride = s.chunk * s.width;
+  a.begin = range.begin;
+  a.columns = static_cast<int>(range.end - range.begin);
+  a.chunk_tokens = static_cast<unsigned>(s.chunk_tokens(n));
+  a.streams_per_bank = static_cast<unsigned>(s.streams_per_bank);
   a.num_slots = static_cast<int>(s.slots);
   return a;
 }
 
 }  // namespace
 
-cudaError_t gather(const Forward& f, int64_t n, Columns columns, Launch where) {
+cudaError_t gather(const Forward& f, int64_t n, Range range, Launch where) {
   const Shape& s = f.shape;
   const ChunkAt c(s, n);
-  Params a = common(s, f.bank, n, columns);
+  Params a = common(s, f.bank, n, range);
   a.kinds = 2;
   Kind& write = a.kind[0];
   write.ids = f.in.k_idx + c.token * s.writes;
@@ -162,8 +186,10 @@ cudaError_t gather(const Forward& f, int64_t n, Columns columns, Launch where) {
   } else {
     write.out = at<float>(f.error, f.row_offset(n));
     write.out_stride = f.row_stride();
-    write.minuend = f.dtype == DType::bf16 ? static_cast<const void*>(at<bf16>(f.in.v, c.token * s.width))
-                                           : static_cast<const void*>(at<float>(f.in.v, c.token * s.width));
+    write.beta = at<float>(f.in.beta, c.token);
+    write.scaled = static_cast<float*>(f.u);
+    write.v = f.dtype == DType::bf16 ? static_cast<const void*>(at<bf16>(f.in.v, c.token * s.width))
+                                     : static_cast<const void*>(at<float>(f.in.v, c.token * s.width));
     write.written = f.chunks.writes + c.stored_token;
   }
   Kind& read = a.kind[1];
@@ -173,15 +199,14 @@ cudaError_t gather(const Forward& f, int64_t n, Columns columns, Launch where) {
   read.entries = static_cast<int>(s.reads);
   read.out = static_cast<float*>(f.inter);
   read.out_stride = s.chunk * s.width;
-  return for_rows(f.dtype, s.width, [&](auto type, auto v) {
-    return run<decltype(type), decltype(v)::value>(a, s.streams, where);
-  });
+  return for_rows(f.dtype, s.width,
+                  [&](auto type, auto v) { return run<decltype(type), decltype(v)::value>(a, range.streams, where); });
 }
 
-cudaError_t gather_gradient(const Backward& b, int64_t n, Columns columns, Launch where) {
+cudaError_t gather_gradient(const Backward& b, int64_t n, Range range, Launch where) {
   const Shape& s = b.shape;
   const ChunkAt c(s, n);
-  Params a = common(s, b.d_bank, n, columns);
+  Params a = common(s, b.d_bank, n, range);
   a.kinds = 1;
   Kind& write = a.kind[0];
   write.ids = b.in.k_idx + c.token * s.writes;
@@ -190,9 +215,8 @@ cudaError_t gather_gradient(const Backward& b, int64_t n, Columns columns, Launc
   write.entries = static_cast<int>(s.writes);
   write.out = static_cast<float*>(b.carried);
   write.out_stride = s.chunk * s.width;
-  return for_rows(b.grad_dtype, s.width, [&](auto type, auto v) {
-    return run<decltype(type), decltype(v)::value>(a, s.streams, where);
-  });
+  return for_rows(b.grad_dtype, s.width,
+                  [&](auto type, auto v) { return run<decltype(type), decltype(v)::value>(a, range.streams, where); });
 }
 
 }  // namespace sdm::gpu

@@ -27,20 +27,25 @@ inline int gather_warps(int entries, int rows_per_load, int in_flight) {
   return warps;
 }
 
-// Groups that the slots of a chunk are split into in the movers: one block for each group, slice of
-// columns and stream. A block stages C token rows of its slice in shared memory, so it wants many
-// slots; the device wants some hundred blocks.
-inline int64_t mover_groups(int64_t slices, int64_t streams, int64_t slots, int64_t slots_per_pass) {
-  const int64_t wanted = 528 / (slices * streams) + 1;
-  const int64_t useful = std::max<int64_t>(1, slots / (2 * slots_per_pass));
-  return std::min<int64_t>(std::max<int64_t>(1, wanted), std::min<int64_t>(useful, 64));
+// Fills of its registers, of `held` rows a team, that a block of the movers takes one after another: it
+// stages C token rows of its slice in shared memory, and should move some times as many rows.
+inline int mover_passes(int64_t chunk, int held) {
+  return static_cast<int>(std::max<int64_t>(1, chunk / 64)) * (8 / held);
 }
 
-// Column ranges that run side by side on streams of their own: one range's loads fill the gaps between
-// the other's kernels. A range keeps whole 512-byte pieces of a row where it can.
-inline int column_branches(const Shape& s, int64_t element_bytes) {
-  const int64_t pieces = s.width * element_bytes / 512;
-  return pieces >= 4 ? 4 : pieces >= 2 ? 2 : 1;
+// Whether the backward's movers stage the chunk's token rows: two slices of float32 rows have to leave
+// room for several blocks on a multiprocessor; longer chunks read them through the first-level cache.
+inline bool stages_gradients(int64_t chunk) { return chunk <= 128; }
+
+// Ranges of streams, or of columns where there are few streams, run side by side on CUDA streams of their
+// own: one range's loads fill the gaps between the other's kernels. A range of columns keeps whole 256-byte
+// pieces of a row.
+inline bool splits_streams(const Shape& s) { return s.streams >= 4; }
+
+inline int range_branches(const Shape& s, int64_t element_bytes) {
+  if (splits_streams(s)) return 4;
+  const int64_t pieces = s.width * element_bytes / 256;
+  return pieces >= 8 ? 4 : pieces >= 2 ? 2 : 1;
 }
 
 }  // namespace sdm::gpu

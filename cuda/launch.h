@@ -15,28 +15,39 @@ struct Launch {
   bool overlap = false;
 };
 
-// Columns [begin, end) of all rows; begin is a multiple of column_step. Columns never meet in Phase 2.
-struct Columns {
+// Columns [begin, end) of the rows of some streams; begin is a multiple of kColumnStep. Neither columns nor
+// streams meet in Phase 2.
+struct Range {
   int64_t begin;
   int64_t end;
+  int64_t first_stream;
+  int64_t streams;
 };
 
 // Chunks first_chunk .. first_chunk + count of every stream, all side by side.
 cudaError_t phase1(const Forward& f, int64_t count, Launch where);
 cudaError_t solve(const Forward& f, int64_t count, Launch where);
+// The 16-byte records that the movers read: of written slots with k_carry, for the forward; of written slots
+// with k_eff and of read slots with q_eff, for the backward.
+enum class RecordsOf { writes, backward_writes, reads };
+cudaError_t slot_records(const Chunks& chunks, const Shape& s, RecordsOf of, void* records, int64_t count,
+                         Launch where);
 // QX = QK X only, for the backward.
 cudaError_t read_products(const Chunks& chunks, const Shape& s, const void* x, void* qx, int64_t count, Launch where);
 
 // One chunk of every stream.
-cudaError_t gather(const Forward& f, int64_t n, Columns columns, Launch where);
-cudaError_t take_snapshot(const Forward& f, int64_t n, Launch where);
-cudaError_t dual_matmul(const Forward& f, int64_t n, Columns columns, Launch where);
-cudaError_t mover(const Forward& f, int64_t n, Columns columns, Launch where);
-cudaError_t gather_gradient(const Backward& b, int64_t n, Columns columns, Launch where);
+cudaError_t gather(const Forward& f, int64_t n, Range range, Launch where);
+cudaError_t take_snapshot(const Forward& f, int64_t n, Range range, Launch where);
+cudaError_t dual_matmul(const Forward& f, int64_t n, Range range, Launch where);
+cudaError_t mover(const Forward& f, int64_t n, Range range, Launch where);
+cudaError_t gather_gradient(const Backward& b, int64_t n, Range range, Launch where);
 // du into `dv`, not yet scaled by beta.
-cudaError_t du_matmul(const Backward& b, int64_t n, Columns columns, Launch where);
-cudaError_t write_mover(const Backward& b, int64_t n, Columns columns, Launch where);
-cudaError_t read_mover(const Backward& b, int64_t n, Columns columns, Launch where);
+cudaError_t du_matmul(const Backward& b, int64_t n, Range range, Launch where);
+cudaError_t write_mover(const Backward& b, int64_t n, Range range, Launch where);
+cudaError_t read_mover(const Backward& b, int64_t n, Range range, Launch where);
+
+// Both at once, with the records of both lists.
+cudaError_t gradient_mover(const Backward& b, int64_t n, Range range, Launch where);
 
 // All chunks side by side: what the columns together give to A, QK and beta; scales du in `dv` to dv.
 cudaError_t square_gradients(const Backward& b, Launch where);
@@ -46,7 +57,7 @@ cudaError_t phase1_backward(const Backward& b, Launch where);
 
 cudaError_t decode(const Decode& d, Launch where);
 
-// Streams on which column ranges run side by side: `streams[0]` is the caller's, which all others
+// Streams on which ranges run side by side: `streams[0]` is the caller's, which all others
 // start after and end before; `events` has one more than `streams`.
 struct Branches {
   int count = 1;

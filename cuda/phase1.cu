@@ -23,7 +23,9 @@ struct Params {
   int32_t *slots, *starts, *order, *read_slots, *read_starts, *read_order, *written;
   int64_t tokens, stored_tokens, stored_chunks, first_chunk;
   int chunk, writes, reads, gates, write_slots, read_slots_most, num_slots, bits;
-  int chunks;          // side by side
+  int chunks;        // side by side
+  int shared_slots;  // that fit a copy at copy_offset
+  int copy_offset;
   int shared_entries;  // more entries than this are sorted in the memory of the list they become
   Divider by_writes;
 };
@@ -153,7 +155,7 @@ __device__ int list_slots(const int32_t* ids, const uint16_t* sorted, int count,
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) phase1_kernel(Params a) {
+__global__ void __launch_bounds__(kThreads, 3) phase1_kernel(Params a) {
   extern __shared__ __align__(16) unsigned char shared[];
   Scratch scratch;
   scratch.counts = reinterpret_cast<uint32_t*>(shared);
@@ -212,7 +214,11 @@ __global__ void __launch_bounds__(kThreads, 2) phase1_kernel(Params a) {
   // A warp owns a token: its entries, and its rows of A and QK.
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   float* row = reinterpret_cast<float*>(scratch.counts) + warp * kDigits;  // [C], C <= 256
-  const SlotLists lists{slots, starts, order, distinct, chunk * writes, a.num_slots};
+  // Look-ups of slots go to a copy in shared memory where it fits.
+  const bool copied = distinct <= a.shared_slots;
+  int32_t* copy = reinterpret_cast<int32_t*>(shared + a.copy_offset);
+  for (int i = threadIdx.x; copied && i < distinct; i += kThreads) copy[i] = slots[i];
+  const SlotLists lists{copied ? copy : slots, starts, order, distinct, chunk * writes, a.num_slots};
   // Adds weight * (weights of an earlier token of the slot) * decay to `row`, for the tokens that end
   // at the list's entry `i` and before. All lanes side by side, the latest token of all lanes first.
   const auto add_pairs = [&](bool has, float weight, int i, int begin, double between) {
@@ -264,8 +270,10 @@ __global__ void __launch_bounds__(kThreads, 2) phase1_kernel(Params a) {
           const int position = order[e], te = a.by_writes(position);
           if (te != last) {
             const double x = gate(te, position);
-            if (te <= t) since += x;
-            else after += x;
+            if (te <= t)
+              since += x;
+            else
+              after += x;
             if (te == t) {
               own = e;
               own_gate = x;
@@ -333,10 +341,13 @@ cudaError_t phase1(const Forward& f, int64_t count, Launch where) {
   int bits = 0;
   while (bits < 31 && (s.slots - 1) >> bits > 0) ++bits;
   const size_t fixed = sizeof(uint32_t) * (kWarps * kDigits + kThreads + 1 + kWarps + 1);
-  const int shared_entries = static_cast<int>((shared_limit() - fixed) / (2 * sizeof(uint16_t)));
+  const int shared_entries = static_cast<int>((shared_limit() - fixed - 16) / (2 * sizeof(uint16_t)));
   const auto fitting = [&](int64_t per_token) {
     return s.chunk * per_token <= shared_entries ? s.chunk * per_token : 0;
   };
+  // Two 16-bit positions, or a slot, an entry.
+  const int64_t most = std::max(fitting(s.writes), fitting(s.reads));
+  const size_t copy_offset = (fixed + 15) / 16 * 16;
   const Params params{f.in.k_idx,
                       f.in.q_idx,
                       f.in.k_val,
@@ -368,11 +379,12 @@ cudaError_t phase1(const Forward& f, int64_t count, Launch where) {
                       static_cast<int>(s.slots),
                       bits,
                       static_cast<int>(count),
+                      static_cast<int>(most),
+                      static_cast<int>(copy_offset),
                       shared_entries,
                       Divider(s.writes)};
-  const int64_t most = std::max(fitting(s.writes), fitting(s.reads));
   const auto kernel = f.dtype == DType::bf16 ? phase1_kernel<bf16> : phase1_kernel<float>;
-  return launch(kernel, dim3(s.streams * count), kThreads, fixed + 2 * sizeof(uint16_t) * most, where, params);
+  return launch(kernel, dim3(s.streams * count), kThreads, copy_offset + 2 * sizeof(uint16_t) * most, where, params);
 }
 
 }  // namespace sdm::gpu

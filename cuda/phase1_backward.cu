@@ -1,7 +1,7 @@
 // Backward of Phase 1: gradients of the weights and gates from those of A, QK and the decayed weights
-// (section 4 of the specification). One block a chunk. A slot that one entry writes and nobody of the
-// chunk reads is a thread's work; every other slot is a warp's, which keeps the slot's tokens in shared
-// memory. Bound by latency: dependent look-ups in the lists.
+// (section 4 of the specification). One block a chunk. A slot that one entry writes is a thread's
+// work; every other slot is a warp's, which keeps the slot's tokens in shared memory. Bound by latency: dependent
+// look-ups in the lists.
 //
 // The gradient of a gate sums only the pairs that straddle it, and decays are exponentials of sums of
 // only the gates in between.
@@ -17,8 +17,9 @@ constexpr int kWarps = kThreads / 32;
 struct Params {
   const int32_t *k_idx, *q_idx;
   const void *k_val, *q_val;
-  const float *g, *k_eff, *k_carry, *q_eff, *da, *dqk, *dk_eff, *dk_carry, *dq_eff, *ddecay;
+  const float *decay, *g, *k_eff, *k_carry, *q_eff, *da, *dqk, *dk_eff, *dk_carry, *dq_eff, *ddecay;
   const int32_t *slots, *starts, *order, *read_slots, *read_starts, *read_order;
+  const int4 *write_records, *read_records;  // or null
   float *dk_val, *dg, *dq_val, *dx;
   int64_t tokens, chunks;
   int chunk, writes, reads, gates, write_slots, read_slots_most, num_slots;
@@ -62,23 +63,41 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
   const float* ddecay = a.ddecay + stored * a.write_slots;
   float *dk_val = a.dk_val + entry0, *dq_val = a.dq_val + read0;
   float* dx = a.gates == 1 ? a.dx + entry0 : a.dg + entry0;
-  const SlotLists write{a.slots + stored * a.write_slots, a.starts + stored * (a.write_slots + 1),
-                        a.order + stored * chunk * writes, a.write_slots, tokens * writes, a.num_slots};
-  const SlotLists read{a.read_slots + stored * a.read_slots_most, a.read_starts + stored * (a.read_slots_most + 1),
-                       a.read_order + stored * chunk * reads, a.read_slots_most, tokens * reads, a.num_slots};
+  const SlotLists write{a.slots + stored * a.write_slots,
+                        a.starts + stored * (a.write_slots + 1),
+                        a.order + stored * chunk * writes,
+                        a.write_slots,
+                        tokens * writes,
+                        a.num_slots};
+  const SlotLists read{a.read_slots + stored * a.read_slots_most,
+                       a.read_starts + stored * (a.read_slots_most + 1),
+                       a.read_order + stored * chunk * reads,
+                       a.read_slots_most,
+                       tokens * reads,
+                       a.num_slots};
   const auto gate_of = [&](int t, int position) { return a.gates == 1 ? g[t] : g[position]; };
   const auto decayed = [](double x) { return expf(static_cast<float>(x)); };
+
+  const int4* write_records = a.write_records == nullptr ? nullptr : a.write_records + stored * a.write_slots;
+  const int4* read_records = a.read_records == nullptr ? nullptr : a.read_records + stored * a.read_slots_most;
+  const float* decay = a.decay + stored * a.write_slots;
 
   // Entries that no list names.
   for (int i = threadIdx.x; i < tokens * writes; i += kThreads) {
     if (static_cast<unsigned>(a.k_idx[entry0 + i]) >= static_cast<unsigned>(a.num_slots)) dk_val[i] = dx[i] = 0.0f;
   }
-  // Reads of slots that the chunk does not write: their rows came undecayed from the bank.
   for (int i = threadIdx.x; i < tokens * reads; i += kThreads) {
-    const int id = a.q_idx[read0 + i];
-    const bool ok = static_cast<unsigned>(id) < static_cast<unsigned>(a.num_slots);
-    if (!ok) dq_val[i] = 0.0f;
-    else if (write.find(id) < 0) dq_val[i] = dq_eff[i];
+    if (static_cast<unsigned>(a.q_idx[read0 + i]) >= static_cast<unsigned>(a.num_slots)) dq_val[i] = 0.0f;
+  }
+  // Reads of slots that the chunk does not write: their rows came undecayed from the bank.
+  for (int i = threadIdx.x; i < a.read_slots_most; i += kThreads) {
+    const SlotRecord record = record_of(read_records, read, i, nullptr, q_eff);
+    if (record.slot() < 0) break;
+    if (record.linked() || (read_records == nullptr && write.find(record.slot()) >= 0)) continue;
+    for (int e = read.begin(i); e < read.end(i); ++e) {
+      const int position = read.position(e);
+      if (position >= 0) dq_val[position] = dq_eff[position];
+    }
   }
 
   const SlotTokens slot(shared + warp * chunk * SlotTokens::kBytes, chunk);
@@ -115,21 +134,33 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
   };
 
   for (int i0 = warp * 32; i0 < a.write_slots; i0 += kThreads) {
-    const int mine = write.slot(i0 + lane);
+    const SlotRecord record = record_of(write_records, write, i0 + lane, decay, k_eff);
+    const int mine = record.slot();
     if (!__any_sync(kAll, mine >= 0)) break;
     int reader = -1;
-    bool simple = true;
-    if (mine >= 0) {
-      const int begin = write.begin(i0 + lane), end = write.end(i0 + lane);
-      reader = read.find(mine);
-      simple = end - begin == 1 && reader < 0;
-      if (simple) {
-        const int position = write.position(begin);
-        if (position >= 0) {
-          dk_val[position] = decayed(gate_of(a.by_writes(position), position)) * dk_eff[position] + dk_carry[position];
-          dx[position] = k_eff[position] * dk_eff[position] + ddecay[i0 + lane];
+    if (mine >= 0 && (record.linked() || write_records == nullptr)) reader = read.find(mine);
+    const bool simple = mine < 0 || record.single();
+    if (mine >= 0 && simple) {
+      // One entry: its reads from its token on passed its gate, and no other.
+      const int position = record.position(), t = a.by_writes(position);
+      const float kappa = to_float(k_val[position]);
+      double dgate = 0, dweight = 0;
+      for (int e = reader >= 0 ? read.begin(reader) : 0; reader >= 0 && e < read.end(reader); ++e) {
+        const int at = read.position(e);
+        if (at < 0) continue;
+        const int tr = a.by_reads(at);
+        float dq = dq_eff[at];
+        if (tr >= t) {
+          const float grad = dqk[tr * chunk + t], q = to_float(q_val[at]);
+          dgate += static_cast<double>(q_eff[at]) * dq;
+          dweight += grad * q;
+          dq = record.decay() * dq + grad * kappa;
         }
+        dq_val[at] = dq;
       }
+      const float eff = dk_eff[position];
+      dk_val[position] = static_cast<float>(static_cast<double>(record.decay() * eff) + dk_carry[position] + dweight);
+      dx[position] = static_cast<float>(static_cast<double>(k_eff[position]) * eff + dgate + ddecay[i0 + lane]);
     }
     unsigned left = __ballot_sync(kAll, !simple);
     for (; left != 0; left &= left - 1) {
@@ -268,6 +299,9 @@ cudaError_t phase1_backward(const Backward& b, Launch where) {
   a.read_slots = c.read_slots;
   a.read_starts = c.read_starts;
   a.read_order = c.read_order;
+  a.write_records = static_cast<const int4*>(b.write_records);
+  a.read_records = static_cast<const int4*>(b.read_records);
+  a.decay = static_cast<const float*>(c.decay);
   a.dk_val = static_cast<float*>(b.dk_val);
   a.dg = static_cast<float*>(b.dg);
   a.dq_val = static_cast<float*>(b.dq_val);

@@ -82,9 +82,10 @@ struct Forward {
   void* y = nullptr;          // [P, T, D] bank dtype
   void* snapshot = nullptr;   // [P, N, U, row] rows before the chunk; null: none is taken
   float* scale = nullptr;     // [P, N, U] in the modes with scales
-  // The CUDA core's whole calls: no `retrieved` (the gather subtracts from v) and no `u`; and where
-  // nothing is saved, `error` and `delta` hold one chunk, [P, C, D].
+  // The CUDA core's whole calls have no `retrieved`: the gather makes `error` and `u`. Where nothing is
+  // saved, `error` is null and `delta` holds one chunk, [P, C, D].
   bool one_chunk_rows = false;
+  void* records = nullptr;  // [P, N, U, 4] int32, 16 bytes of each written slot for the mover
 
   // Where chunk n's rows of `error` and `delta` begin, and the step from stream to stream.
   int64_t row_offset(int64_t n) const {
@@ -110,7 +111,10 @@ struct Backward {
   const void* dy = nullptr;        // [P, T, D] bank dtype
   void* carried = nullptr;         // [P, C, D] acc, of one chunk: sums of gradient rows
   void* dv = nullptr;              // [P, T, D] acc
-  void* qx = nullptr;              // [P, N, C, C] acc: QK X, of the CUDA core
+  // Of the CUDA core: QK X, and 16-byte records of the written and of the read slots.
+  void* qx = nullptr;             // [P, N, C, C] acc
+  void* write_records = nullptr;  // [P, N, U, 4] int32
+  void* read_records = nullptr;   // [P, N, V, 4] int32
   // Sums over the columns. Each of the `parts` column ranges has its own copy; part 0 receives the sum.
   int64_t parts = 1;
   void* da = nullptr;        // [parts, P, N, C, C] acc

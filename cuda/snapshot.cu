@@ -14,7 +14,7 @@ struct Params {
   const int32_t* slots;  // of the chunk in stream 0
   void* stored;          // the same
   float* scale;          // the same
-  int64_t width, bank_stride, slots_stride, row_bytes, rows;
+  int64_t width, bank_stride, slots_stride, row_bytes, rows, first_stream;
   int most, streams_per_bank, num_slots;
 };
 
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const __grid_constan
   const int lane = threadIdx.x & 31;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
   if (row >= a.rows) return;
-  const int64_t p = row / a.most, i = row % a.most;
+  const int64_t p = a.first_stream + row / a.most, i = row % a.most;
   const int slot = a.slots[p * a.slots_stride + i];
   wait_for_previous();
   if (static_cast<unsigned>(slot) >= static_cast<unsigned>(a.num_slots)) return;
@@ -63,17 +63,21 @@ __global__ void __launch_bounds__(kThreads) snapshot_kernel(const __grid_constan
 template <class T>
 auto kernel_for(Quant quant) {
   switch (quant) {
-    case Quant::none: return snapshot_kernel<T, Quant::none>;
-    case Quant::bf16: return snapshot_kernel<T, Quant::bf16>;
-    case Quant::fp8: return snapshot_kernel<T, Quant::fp8>;
-    case Quant::int4: break;
+    case Quant::none:
+      return snapshot_kernel<T, Quant::none>;
+    case Quant::bf16:
+      return snapshot_kernel<T, Quant::bf16>;
+    case Quant::fp8:
+      return snapshot_kernel<T, Quant::fp8>;
+    case Quant::int4:
+      break;
   }
   return snapshot_kernel<T, Quant::int4>;
 }
 
 }  // namespace
 
-cudaError_t take_snapshot(const Forward& f, int64_t n, Launch where) {
+cudaError_t take_snapshot(const Forward& f, int64_t n, Range range, Launch where) {
   const Shape& s = f.shape;
   const ChunkAt c(s, n);
   const int64_t element = f.dtype == DType::bf16 ? 2 : 4, first = c.stored_chunk * s.write_slots;
@@ -86,11 +90,13 @@ cudaError_t take_snapshot(const Forward& f, int64_t n, Launch where) {
                       s.slots * s.width,
                       s.stored_chunks * s.write_slots,
                       row_bytes,
-                      s.streams * s.write_slots,
+                      range.streams * s.write_slots,
+                      range.first_stream,
                       static_cast<int>(s.write_slots),
                       static_cast<int>(s.streams_per_bank),
                       static_cast<int>(s.slots)};
-  const auto kernel = f.dtype == DType::bf16 ? kernel_for<bf16>(effective(f.quant, f.dtype)) : kernel_for<float>(f.quant);
+  const auto kernel =
+      f.dtype == DType::bf16 ? kernel_for<bf16>(effective(f.quant, f.dtype)) : kernel_for<float>(f.quant);
   return launch(kernel, dim3(div_up(params.rows, kThreads / 32)), kThreads, 0, where, params);
 }
 

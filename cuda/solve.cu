@@ -30,20 +30,30 @@ __global__ void __launch_bounds__(kThreads) solve_kernel(Params s) {
   const int64_t square = (p * s.stored_chunks + index) * chunk * chunk;
   const float* beta = s.beta + p * s.tokens + n * chunk;
   const int32_t* written = s.written + p * s.stored_tokens + index * chunk;
-  float* x = shared;                        // [C][kStride]
-  float* rows = shared + chunk * kStride;   // [kRows][C]
+  float* x = shared;                       // [C][kStride]
+  float* rows = shared + chunk * kStride;  // [kRows][C]
+  float* strength = rows + kRows * chunk;  // [C] beta of the tokens that write, else 0
   const int j0 = tile * kColumns, width = min(kColumns, chunk - j0);
   const int column = threadIdx.x / kLanes, part = threadIdx.x % kLanes;
 
   // row[j0 .. end) times the column of X, summed by the four lanes in a fixed order.
   const auto dot = [&](const float* row, int end) {
-    float sum = 0;
-#pragma unroll 4
-    for (int i = j0 + part; i < end; i += kLanes) sum += row[i] * x[i * kStride + column];
+    float sum = 0, other = 0;
+    int i = j0 + part;
+#pragma unroll 2
+    for (; i + kLanes < end; i += 2 * kLanes) {
+      sum += row[i] * x[i * kStride + column];
+      other += row[i + kLanes] * x[(i + kLanes) * kStride + column];
+    }
+    if (i < end) sum += row[i] * x[i * kStride + column];
+    sum += other;
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     return sum;
   };
+  if constexpr (Solve) {
+    for (int t = threadIdx.x; t < chunk; t += kThreads) strength[t] = t < tokens && written[t] > 0 ? beta[t] : 0.0f;
+  }
   const auto stage = [&](const float* matrix, int t0) {
     __syncthreads();
     const int count = min(kRows, chunk - t0) * chunk;
@@ -56,7 +66,7 @@ __global__ void __launch_bounds__(kThreads) solve_kernel(Params s) {
       stage(s.a, t0);
       for (int t = t0; t < min(chunk, t0 + kRows); ++t) {
         float value = t == j0 + column ? 1.0f : 0.0f;
-        if (t > j0 && t < tokens && written[t] > 0) value -= beta[t] * dot(rows + (t - t0) * chunk, t);
+        if (t > j0 && strength[t] != 0.0f) value -= strength[t] * dot(rows + (t - t0) * chunk, t);
         if (part == 0) x[t * kStride + column] = value;
         __syncwarp();
       }
@@ -74,6 +84,7 @@ __global__ void __launch_bounds__(kThreads) solve_kernel(Params s) {
   }
   for (int t0 = 0; t0 < chunk; t0 += kRows) {
     stage(s.qk, t0);
+#pragma unroll 4
     for (int t = t0; t < min(chunk, t0 + kRows); ++t) {
       const float value = t < tokens ? dot(rows + (t - t0) * chunk, t + 1) : 0.0f;
       if (part == 0 && column < width) s.qx[square + static_cast<int64_t>(t) * chunk + j0 + column] = value;
@@ -97,7 +108,7 @@ cudaError_t run(const Chunks& chunks, const Shape& shape, const void* beta, cons
                       static_cast<int>(shape.chunk),
                       static_cast<int>(count),
                       static_cast<int>(div_up(shape.chunk, kColumns))};
-  const size_t shared = sizeof(float) * shape.chunk * (kStride + kRows);
+  const size_t shared = sizeof(float) * shape.chunk * (kStride + kRows + 1);
   return launch(solve_kernel<Solve>, dim3(shape.streams * count * params.tiles), kThreads, shared, where, params);
 }
 

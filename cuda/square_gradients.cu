@@ -1,8 +1,10 @@
 // Gradients of A, QK and beta, and the scaling of du to dv, for all chunks side by side (section 4 of the
 // specification): nothing of it feeds the recurrence. First the products du delta^T and dY delta^T, 64 x 64
-// a block in IEEE float32, bound by arithmetic; then a warp a token, bound by the rows it moves.
+// a block on the tensor cores in three TF32 products (as accurate as float32; two where dY is
+// bfloat16, whose values TF32 holds), bound by their arithmetic; then a warp a token, bound by the rows it moves.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/lists.cuh"
+#include "cuda/common/tensor.cuh"
 
 namespace sdm::gpu {
 namespace {
@@ -40,6 +42,7 @@ __device__ inline float4 load_four(const T* row, int64_t c, int64_t width, bool 
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) products_kernel(const __grid_constant__ Params a) {
+  constexpr int kLeft = sizeof(T) == 4 ? 3 : 2;
   __shared__ __align__(16) float du[kRows][kStride], dy[kRows][kStride], delta[kRows][kStride];
   // Tiles on and below the diagonal, row by row.
   const int pairs = a.tiles * (a.tiles + 1) / 2;
@@ -53,7 +56,9 @@ __global__ void __launch_bounds__(kThreads) products_kernel(const __grid_constan
   const T* dy_rows = static_cast<const T*>(a.dy) + (token + row0) * a.width;
   const float* delta_rows = a.delta + (token + column0) * a.width;
   const bool vectors = a.width % 4 == 0;
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  // A warp's 16 rows by 32 columns.
+  const int warp = threadIdx.x / 32, warp_row = warp % 4 * 16, warp_column = warp / 4 * 32;
+  const bool below = row0 + warp_row + 15 >= column0 + warp_column;
   float da[4][4] = {}, dqk[4][4] = {};
   for (int64_t c0 = 0; c0 < a.width; c0 += kDepth) {
     __syncthreads();
@@ -68,34 +73,44 @@ __global__ void __launch_bounds__(kThreads) products_kernel(const __grid_constan
           right ? load_four(delta_rows + t * a.width, c0 + c, a.width, vectors) : zero;
     }
     __syncthreads();
+    if (!below) continue;
+    // The tensor cores cut off what they add up; a float32 addition for every piece keeps that small.
+    float da_part[4][4] = {}, dqk_part[4][4] = {};
 #pragma unroll
-    for (int c = 0; c < kDepth; c += 4) {
-      float4 right[4];
+    for (int c = 0; c < kDepth; c += 8) {
+      LeftPiece<3> u;
+      LeftPiece<kLeft> y;
+      u.load([&](int r, int d) { return du[warp_row + r][c + d]; });
+      y.load([&](int r, int d) { return dy[warp_row + r][c + d]; });
 #pragma unroll
-      for (int j = 0; j < 4; ++j) right[j] = *reinterpret_cast<const float4*>(&delta[tx + 16 * j][c]);
+      for (int j = 0; j < 4; ++j) {
+        RightPiece<3> right;
+        right.load([&](int d, int t) { return delta[warp_column + 8 * j + t][c + d]; });
+        multiply(da_part[j], u, right);
+        if constexpr (kLeft == 3) multiply_tf32(dqk_part[j], y.low, right.high);
+        multiply_tf32(dqk_part[j], y.high, right.low);
+        multiply_tf32(dqk_part[j], y.high, right.high);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float4 u = *reinterpret_cast<const float4*>(&du[ty + 16 * i][c]);
-        const float4 y = *reinterpret_cast<const float4*>(&dy[ty + 16 * i][c]);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          da[i][j] += u.x * right[j].x + u.y * right[j].y + u.z * right[j].z + u.w * right[j].w;
-          dqk[i][j] += y.x * right[j].x + y.y * right[j].y + y.z * right[j].z + y.w * right[j].w;
-        }
+        da[j][i] += da_part[j][i];
+        dqk[j][i] += dqk_part[j][i];
       }
     }
   }
   // da gets <du, delta> for now. Entries above the diagonal of a tile on it are zero; tiles above it are not read.
   const int64_t square = chunk_index * a.chunk * a.chunk;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int t = row0 + ty + 16 * i;
+  for (int j = 0; j < 4; ++j) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int u = column0 + tx + 16 * j;
+    for (int i = 0; i < 4; ++i) {
+      const int t = row0 + warp_row + sum_row(i), u = column0 + warp_column + 8 * j + sum_column(i);
       if (t >= a.chunk || u >= a.chunk) continue;
-      a.da[square + static_cast<int64_t>(t) * a.chunk + u] = u < t ? da[i][j] : 0.0f;
-      a.dqk[square + static_cast<int64_t>(t) * a.chunk + u] = u <= t ? dqk[i][j] : 0.0f;
+      a.da[square + static_cast<int64_t>(t) * a.chunk + u] = u < t ? da[j][i] : 0.0f;
+      a.dqk[square + static_cast<int64_t>(t) * a.chunk + u] = u <= t ? dqk[j][i] : 0.0f;
     }
   }
 }
@@ -179,9 +194,8 @@ cudaError_t square_gradients(const Backward& b, Launch where) {
   a.chunk = static_cast<int>(s.chunk);
   a.tiles = static_cast<int>(div_up(s.chunk, kRows));
   a.rows = s.streams * a.chunks * s.chunk;
-  const cudaError_t error =
-      launch(b.dtype == DType::bf16 ? products_kernel<bf16> : products_kernel<float>,
-             dim3(s.streams * a.chunks * (a.tiles * (a.tiles + 1) / 2)), kThreads, 0, where, a);
+  const cudaError_t error = launch(b.dtype == DType::bf16 ? products_kernel<bf16> : products_kernel<float>,
+                                   dim3(s.streams * a.chunks * (a.tiles * (a.tiles + 1) / 2)), kThreads, 0, where, a);
   if (error != cudaSuccess) return error;
   return launch(rows_kernel, dim3(div_up(a.rows, kThreads / 32)), kThreads, 0, where, a);
 }

@@ -8,6 +8,7 @@ are those of ffi/cuda/stages.h, in the same order.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def _ranges(first: int, count: int, parts: int) -> list[tuple[int, int]]:
     """At most `parts` ranges (first, count) of about the same length."""
     parts = max(1, min(parts, count))
     ends = [first + count * i // parts for i in range(parts + 1)]
-    return [(a, b - a) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
 
 def _run(
@@ -127,8 +128,9 @@ def forward_arrays(sizes: Sizes, bank_dtype: Any, snapshot_quant: str, save: boo
         saved = _layout.saved_struct(sizes, bank_dtype, snapshot_quant)
         kept = [*saved.chunks, *saved[1:]]
     else:
-        kept = [*_layout.chunks_struct(sizes, acc, held), squares, one_chunk, one_chunk]
-    return [y, *kept, squares, one_chunk]  # qx, inter
+        kept = [*_layout.chunks_struct(sizes, acc, held), squares, one_chunk]
+    records = _struct((*sizes.lead, held, 4 * sizes.write_slots), jnp.int32)
+    return [y, *kept, squares, one_chunk, one_chunk, records]  # qx, inter, u, records
 
 
 def forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, chunk, snapshot_quant, save):
@@ -144,7 +146,7 @@ def forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, chunk, snapshot_qua
         save=int(save),
         snapshot_quant=snapshot_quant,
     )
-    y, *kept = arrays[:-2]
+    y, *kept = arrays[:-4]
     return [y, new_bank, *(kept if save else [])]
 
 
@@ -176,13 +178,20 @@ def backward_arrays(sizes: Sizes, acc: Any) -> list[jax.ShapeDtypeStruct]:
         (*lead, tokens, sizes.gates),  # dg
         (*lead, tokens, sizes.num_reads),  # dq_val
         *[(*lead, n, c, c)] * 3,  # da, dqk, qx
+    ]
+    records = [(*lead, n, 4 * sizes.write_slots), (*lead, n, 4 * sizes.read_slots)]
+    sums = [
         (parts, *lead, tokens, sizes.num_writes),  # dk_eff
         (parts, *lead, tokens, sizes.num_writes),  # dk_carry
         (parts, *lead, tokens, sizes.num_reads),  # dq_eff
         (parts, *lead, n, sizes.write_slots),  # ddecay
         (*lead, c, sizes.width),  # carried
     ]
-    return [_struct(shape, acc) for shape in shapes]
+    return [
+        *(_struct(x, acc) for x in shapes),
+        *(_struct(x, jnp.int32) for x in records),
+        *(_struct(x, acc) for x in sums),
+    ]
 
 
 def backward(bank, d_bank, dy, k_idx, k_val, beta, g, q_idx, q_val, *saved, chunk, snapshot_quant):

@@ -47,6 +47,30 @@ __device__ inline Packed<T, V> load_packed(const T* p) {
   return x;
 }
 
+// The same past the first-level cache: rows that another kernel may have written since this multiprocessor
+// last saw them, and that are read once.
+template <class T, int V>
+__device__ inline Packed<T, V> load_row(const T* p) {
+  Packed<T, V> x;
+  if constexpr (V == 1) {
+    if constexpr (sizeof(T) == 2) {
+      x.word[0] = __ldcg(reinterpret_cast<const unsigned short*>(p));
+    } else {
+      x.word[0] = __ldcg(reinterpret_cast<const unsigned int*>(p));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < Packed<T, V>::kWords / 4; ++i) {
+      const uint4 q = __ldcg(reinterpret_cast<const uint4*>(p) + i);
+      x.word[4 * i] = q.x;
+      x.word[4 * i + 1] = q.y;
+      x.word[4 * i + 2] = q.z;
+      x.word[4 * i + 3] = q.w;
+    }
+  }
+  return x;
+}
+
 // Rows that nobody reads soon leave the cache first.
 template <class T, int V>
 __device__ inline void store_packed_streaming(T* p, const Packed<T, V>& x) {
@@ -166,9 +190,9 @@ __device__ inline void stage_slice(float* staged, const T* from, int64_t stride,
       if constexpr (kStep == 1) {
         x[0] = to_float(from[row * stride + c]);
       } else if constexpr (sizeof(T) == 4) {
-        *reinterpret_cast<float4*>(x) = *reinterpret_cast<const float4*>(from + row * stride + c);
+        *reinterpret_cast<float4*>(x) = __ldcg(reinterpret_cast<const float4*>(from + row * stride + c));
       } else {
-        const uint2 q = *reinterpret_cast<const uint2*>(from + row * stride + c);
+        const uint2 q = __ldcg(reinterpret_cast<const uint2*>(from + row * stride + c));
         x[0] = __uint_as_float(q.x << 16);
         x[1] = __uint_as_float(q.x & 0xffff0000u);
         x[2] = __uint_as_float(q.y << 16);

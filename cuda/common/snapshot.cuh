@@ -10,10 +10,14 @@ namespace sdm::gpu {
 
 inline int64_t snapshot_row_bytes(Quant quant, int64_t element_bytes, int64_t width) {
   switch (quant) {
-    case Quant::none: return element_bytes * width;
-    case Quant::bf16: return 2 * width;
-    case Quant::fp8: return width;
-    case Quant::int4: return (width + 1) / 2;
+    case Quant::none:
+      return element_bytes * width;
+    case Quant::bf16:
+      return 2 * width;
+    case Quant::fp8:
+      return width;
+    case Quant::int4:
+      return (width + 1) / 2;
   }
   return 0;
 }
@@ -25,8 +29,7 @@ inline Quant effective(Quant quant, DType bank) {
 
 __device__ inline float decode_e4m3(uint32_t code) {
   const uint32_t body = code & 0x7fu;
-  const float magnitude =
-      body < 8 ? static_cast<float>(body) * 0x1p-9f : __uint_as_float((body << 20) + (120u << 23));
+  const float magnitude = body < 8 ? static_cast<float>(body) * 0x1p-9f : __uint_as_float((body << 20) + (120u << 23));
   return code & 0x80u ? -magnitude : magnitude;
 }
 __device__ inline float decode_int4(uint32_t nibble) { return static_cast<float>(static_cast<int>(nibble ^ 8u) - 8); }

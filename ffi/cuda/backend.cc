@@ -41,7 +41,7 @@ Error run(const Backend::Context& context, const Params& params, F&& f) {
   return status(f(gpu::Launch{context.stream}));
 }
 
-gpu::Columns all_columns(const Shape& s) { return {0, s.width}; }
+gpu::Range everything(const Shape& s) { return {0, s.width, 0, s.streams}; }
 
 cudaError_t zero(void* values, int64_t count, gpu::Launch where) {
   return cudaMemsetAsync(values, 0, static_cast<size_t>(count) * sizeof(float), where.stream);
@@ -58,29 +58,29 @@ Error Backend::solve(const Context& context, const Forward& f) {
 }
 
 Error Backend::gather(const Context& context, const Forward& f) {
-  return run(context, f, [&](gpu::Launch where) { return gpu::gather(f, 0, all_columns(f.shape), where); });
+  return run(context, f, [&](gpu::Launch where) { return gpu::gather(f, 0, everything(f.shape), where); });
 }
 
 Error Backend::take_snapshot(const Context& context, const Forward& f) {
-  return run(context, f, [&](gpu::Launch where) { return gpu::take_snapshot(f, 0, where); });
+  return run(context, f, [&](gpu::Launch where) { return gpu::take_snapshot(f, 0, everything(f.shape), where); });
 }
 
 Error Backend::dual_matmul(const Context& context, const Forward& f) {
-  return run(context, f, [&](gpu::Launch where) { return gpu::dual_matmul(f, 0, all_columns(f.shape), where); });
+  return run(context, f, [&](gpu::Launch where) { return gpu::dual_matmul(f, 0, everything(f.shape), where); });
 }
 
 Error Backend::mover(const Context& context, const Forward& f) {
-  return run(context, f, [&](gpu::Launch where) { return gpu::mover(f, 0, all_columns(f.shape), where); });
+  return run(context, f, [&](gpu::Launch where) { return gpu::mover(f, 0, everything(f.shape), where); });
 }
 
 Error Backend::gather_gradient(const Context& context, const Backward& b) {
-  return run(context, b, [&](gpu::Launch where) { return gpu::gather_gradient(b, 0, all_columns(b.shape), where); });
+  return run(context, b, [&](gpu::Launch where) { return gpu::gather_gradient(b, 0, everything(b.shape), where); });
 }
 
 Error Backend::du_matmul(const Context& context, const Backward& b) {
   return run(context, b, [&](gpu::Launch where) {
     cudaError_t error = gpu::read_products(b.chunks, b.shape, b.x, b.qx, 1, where);
-    if (error == cudaSuccess) error = gpu::du_matmul(b, 0, all_columns(b.shape), where);
+    if (error == cudaSuccess) error = gpu::du_matmul(b, 0, everything(b.shape), where);
     if (error == cudaSuccess) error = gpu::square_gradients(b, where);
     return error;
   });
@@ -93,7 +93,7 @@ Error Backend::write_mover(const Context& context, const Backward& b) {
     cudaError_t error = zero(b.dk_eff, s.streams * s.tokens * s.writes, where);
     if (error == cudaSuccess) error = zero(b.dk_carry, s.streams * s.tokens * s.writes, where);
     if (error == cudaSuccess) error = zero(b.ddecay, s.streams * s.write_slots, where);
-    if (error == cudaSuccess) error = gpu::write_mover(b, 0, all_columns(s), where);
+    if (error == cudaSuccess) error = gpu::write_mover(b, 0, everything(s), where);
     return error;
   });
 }
@@ -102,7 +102,7 @@ Error Backend::read_mover(const Context& context, const Backward& b) {
   return run(context, b, [&](gpu::Launch where) {
     const Shape& s = b.shape;
     cudaError_t error = zero(b.dq_eff, s.streams * s.tokens * s.reads, where);
-    if (error == cudaSuccess) error = gpu::read_mover(b, 0, all_columns(s), where);
+    if (error == cudaSuccess) error = gpu::read_mover(b, 0, everything(s), where);
     return error;
   });
 }

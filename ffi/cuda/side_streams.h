@@ -1,4 +1,4 @@
-// Streams beside the caller's, on which column ranges run side by side.
+// Streams beside the caller's, on which ranges of streams or columns run side by side.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +11,7 @@ inline constexpr int kMostBranches = 4;
 struct SideStreams {
   int device = 0;
   bool taken = false;
-  cudaStream_t streams[kMostBranches] = {};    // the first is the caller's
+  cudaStream_t streams[kMostBranches] = {};  // the first is the caller's
   cudaEvent_t events[kMostBranches + 1] = {};
 };
 

@@ -59,7 +59,7 @@ struct StageHandlers {
     f.y = call.take(as, "y", call.type, call.tokens(s.width));
     f.chunks = call.take_chunks(as);
     f.x = call.take(as, "x", call.acc, call.squares());
-    f.error = call.take(as, "error", call.acc, rows);
+    if (save) f.error = call.take(as, "error", call.acc, rows);
     f.delta = call.take(as, "delta", call.acc, rows);
     if (save) {
       if (s.stored_chunks != s.chunks()) call.fail<void>("a saving call stores all chunks");
@@ -67,8 +67,10 @@ struct StageHandlers {
                              join(call.lead, {s.stored_chunks, s.write_slots, call.snapshot_columns(f.quant)}));
       f.scale = call.take<float>(as, "scale", ffi::DataType::F32, call.chunks(call.scales(f.quant)));
     }
-    f.qx = call.take(as, "qx", call.acc, call.squares());   // workspace
-    f.inter = call.take(as, "inter", call.acc, one_chunk);  // workspace
+    f.qx = call.take(as, "qx", call.acc, call.squares());                        // workspace
+    f.inter = call.take(as, "inter", call.acc, one_chunk);                       // workspace
+    f.u = call.take(as, "u", call.acc, one_chunk);                               // workspace
+    f.records = call.take(as, "records", kIds, call.chunks(4 * s.write_slots));  // workspace
     f.shape = s;
     f.dtype = call.dtype();
     call.finish();
@@ -122,6 +124,8 @@ struct StageHandlers {
     b.da = call.take(as, "da", call.acc, call.squares());
     b.dqk = call.take(as, "dqk", call.acc, call.squares());
     b.qx = call.take(as, "qx", call.acc, call.squares());
+    b.write_records = call.take(as, "write_records", kIds, call.chunks(4 * s.write_slots));
+    b.read_records = call.take(as, "read_records", kIds, call.chunks(4 * s.read_slots));
     b.dk_eff = call.take(as, "dk_eff", call.acc, parts(call.tokens(s.writes)));
     b.dk_carry = call.take(as, "dk_carry", call.acc, parts(call.tokens(s.writes)));
     b.dq_eff = call.take(as, "dq_eff", call.acc, parts(call.tokens(s.reads)));
