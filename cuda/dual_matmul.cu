@@ -1,7 +1,7 @@
 // Dual matmul of a chunk: delta = X u and y = inter + QX u (section 3 of the specification), and the
 // backward's du = QX^T dY + X^T carried (section 4). A block makes 64 tokens by 32 columns of one product on
-// the tensor cores: in three TF32 products for a float32 bank, in two for a bfloat16 bank. Few operations a
-// step: bound by latency. The matrices and dY do not change while steps run, so they are loaded before the
+// the tensor cores, in three TF32 products, which is as accurate as float32. Few operations a step: bound by
+// latency. The matrices and dY do not change while steps run, so they are loaded before the
 // kernel that makes u or `carried` has ended.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tensor.cuh"
@@ -23,8 +23,8 @@ struct TileMemory {
   float rows[kDepth * kRowStride];
 };
 
-template <class T>
-inline constexpr int kProducts = sizeof(T) == 4 ? 3 : 2;
+// TF32 products for one of float32.
+constexpr int kProducts = 3;
 
 // A warp's 16 rows of the tile.
 struct Sums {
@@ -183,9 +183,9 @@ __global__ void __launch_bounds__(kThreads) dual_matmul_kernel(const __grid_cons
   const int64_t first = a.begin + column0;
   const bool vectors = a.width % 2 == 0;
   Sums sums = {};
-  multiply_all<false, kProducts<T>>(sums, memory, (reads ? a.qx : a.x) + p * a.square_stride, a.chunk, row0, 0,
-                                    min(a.tokens, row0 + kRows), a.u + p * a.one_chunk_stride + first, a.width, columns,
-                                    wait_for_previous);
+  multiply_all<false, kProducts>(sums, memory, (reads ? a.qx : a.x) + p * a.square_stride, a.chunk, row0, 0,
+                                 min(a.tokens, row0 + kRows), a.u + p * a.one_chunk_stride + first, a.width, columns,
+                                 wait_for_previous);
   for_sums(sums, [&](int t, int c, float left, float right) {
     t += row0;
     if (t >= a.tokens || c >= columns) return;
@@ -243,10 +243,10 @@ __global__ void __launch_bounds__(kThreads) du_matmul_kernel(const __grid_consta
   const int64_t first = a.begin + column0;
   const bool vectors = a.width % 2 == 0;
   Sums sums = {};
-  multiply_all<true, kProducts<T>>(sums, memory, a.qx + p * a.square_stride, a.chunk, row0, row0, a.tokens,
-                                   static_cast<const T*>(a.dy) + p * a.row_stride + first, a.width, columns, [] {});
-  multiply_all<true, kProducts<T>>(sums, memory, a.x + p * a.square_stride, a.chunk, row0, row0, a.tokens,
-                                   a.carried + p * a.carried_stride + first, a.width, columns, wait_for_previous);
+  multiply_all<true, kProducts>(sums, memory, a.qx + p * a.square_stride, a.chunk, row0, row0, a.tokens,
+                                static_cast<const T*>(a.dy) + p * a.row_stride + first, a.width, columns, [] {});
+  multiply_all<true, kProducts>(sums, memory, a.x + p * a.square_stride, a.chunk, row0, row0, a.tokens,
+                                a.carried + p * a.carried_stride + first, a.width, columns, wait_for_previous);
   for_sums(sums, [&](int t, int c, float left, float right) {
     t += row0;
     if (t >= a.tokens || c >= columns) return;

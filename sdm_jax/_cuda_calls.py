@@ -81,9 +81,8 @@ def _run(
         taken = [*in_place, *operands, *state]
         aliases = {i: i for i in range(len(in_place))}
         aliases |= {len(in_place) + len(operands) + i: len(in_place) + i for i in range(len(state))}
-        out = jax.ffi.ffi_call(target, [*map(_like, in_place), *arrays], input_output_aliases=aliases)(
-            *taken, fresh=int(not state), **call, **attributes
-        )
+        emit = jax.ffi.ffi_call(target, [*map(_like, in_place), *arrays], input_output_aliases=aliases)
+        out = list(emit(*taken, fresh=int(not state), **call, **attributes))
         in_place, state = out[: len(in_place)], out[len(in_place) :]
     return in_place, state
 

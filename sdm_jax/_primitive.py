@@ -98,12 +98,12 @@ def define(
 
     def lower(platform, ctx, *operands, implementation, **params):
         chosen = choose_implementation(platform, implementation, operands_dtype(ctx))
-        function: Callable[..., Arrays] = {
+        functions: dict[str, Callable[..., Arrays]] = {
             "cpu": cpu,
             "cuda": cuda or cpu,
             "xla": functools.partial(xla, platform=platform),
-        }[chosen]
-        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands, **params)
+        }
+        return mlir.lower_fun(functions[chosen], multiple_results=True)(ctx, *operands, **params)
 
     def operands_dtype(ctx):
         # float64 operands come with a float64 bank only.
