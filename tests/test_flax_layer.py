@@ -354,6 +354,11 @@ def test_empty(shape):
         ),
         ({"grad_bank_dtype": "bfloat16"}, TypeError, "grad_bank_dtype must be float32"),
         (
+            {"grad_bank_dtype": "float32", "dtype": "float64"},
+            ValueError,
+            "grad_bank_dtype must be None for a float64 bank.*nearest valid value is None",
+        ),
+        (
             {"chunk_size": 8},
             ValueError,
             "chunk_size must be in 16..256, got 8; the nearest valid value is 16",

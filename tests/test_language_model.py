@@ -80,7 +80,7 @@ def test_prefill_and_decode_equal_one_pass():
     logits, none = run(model, tokens)
     assert none is None
     assert logits.shape == (2, 37, 50)
-    for pieces in [(37,), (5, 1, 31), (1,) * 37]:
+    for pieces in [(37,), (5, 0, 1, 31), (1,) * 37]:
         cache, parts, start = model.init_cache(2, 37), [], 0
         for length in pieces:
             part, cache = run(model, tokens[:, start : start + length], cache)

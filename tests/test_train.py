@@ -112,6 +112,7 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
         (["--layers", "swa,smd"], "layers[1] must be one of"),
         (["--slots", "40"], "slots_per_head must be a square"),
         (["--chunk-size", "7"], "chunk_size must be in 16..256"),
+        (["--implementation", "cuda"], "cuda"),
         (["--resume"], "there is no checkpoint in"),
         (["--resume", "--overwrite"], "exclude each other"),
         (["--out", "{tmp}/empty.txt/run"], "--out"),
@@ -123,16 +124,23 @@ def test_what_is_wrong_is_said(flags, message, tmp_path, capsys, data):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "short.txt").write_bytes(b"x" * 100)
     flags = [flag.format(tmp=tmp_path) for flag in flags]
-    assert main(["train", "--data", str(data), "--out", str(tmp_path / "out"), *flags]) == 2
-    error = capsys.readouterr().err
+    assert command(data, tmp_path / "out", *flags) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     "flags",
-    [["--steps", "0"], ["--learning-rate", "nan"], ["--seed", "-1"], ["--temperature", "x"], ["--nothing"], []],
+    [
+        ["--steps", "0"],
+        ["--learning-rate", "nan"],
+        ["--seed", "-1"],
+        ["--seed", "3000000000"],
+        ["--temperature", "x"],
+        ["--nothing"],
+        [],
+    ],
     ids=str,
 )
 def test_usage_errors(flags, capsys):
@@ -142,7 +150,7 @@ def test_usage_errors(flags, capsys):
     assert "usage: python -m sdm_jax" in capsys.readouterr().err
 
 
-def test_help_needs_no_jax():
+def test_help_does_not_wait_for_flax():
     program = (
         "import sys; from sdm_jax import cli; sys.modules.pop('flax', None)\n"
         "try: cli.main(['train', '--help'])\n"

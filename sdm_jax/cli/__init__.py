@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from sdm_jax.checks import UnsupportedConfigurationError
 from sdm_jax.cli import train
 from sdm_jax.cli._errors import CommandError
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
-    except CommandError as error:
+    except (CommandError, UnsupportedConfigurationError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -28,7 +28,7 @@ class Flags:
 
     def add(self, name: str, default: Any, help: str, **settings: Any) -> None:
         """Adds a flag as `add_argument` does."""
-        if default is not None:
+        if default is not None and default is not False:
             help = f"{help} (default: {default!s})"
         action = self._group.add_argument(name, default=argparse.SUPPRESS, help=help, **settings)
         self.defaults[action.dest] = default
@@ -42,6 +42,13 @@ def positive_integer(text: str) -> int:
 def natural(text: str) -> int:
     """An integer of at least 0."""
     return _bounded(int(text), 0)
+
+
+def seed(text: str) -> int:
+    """An integer that fits an int32, of at least 0."""
+    if int(text) > 2**31 - 1:
+        raise argparse.ArgumentTypeError(f"must be below 2^31, got {text}")
+    return natural(text)
 
 
 def positive(text: str) -> float:

@@ -40,8 +40,8 @@ def read_text(path: str | None) -> Text:
     """Reads a file, all text files of a folder, or (None) the Python sources of the standard library.
 
     Files come in the order of their paths; hidden files and files with NUL bytes are left out. Every 20th
-    file of a folder is for validation; where the files are too few for that, and for a
-    single file, it is the last twentieth of the text.
+    file of a folder is for validation; where these are too few or too short, and for a single file, it
+    is the last twentieth of the text.
 
     Raises:
         CommandError: there is nothing to read, or it cannot be read.
@@ -49,7 +49,7 @@ def read_text(path: str | None) -> Text:
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return _split(f"the standard library in {root}", _read_files(root, _sources(root)))
-    root = Path(path).expanduser()
+    root = Path(path)
     if not root.exists():
         raise CommandError(f"--data {path}: there is no such file or folder")
     files = _read_files(root, [root] if root.is_file() else _text_files(root))

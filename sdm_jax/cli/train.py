@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.util
 import math
+import os
 import signal
 import threading
 import time
@@ -53,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
         "continue from the newest checkpoint in --out, with its settings where no flag is given",
         action="store_true",
     )
-    flags.add("--overwrite", False, "delete the checkpoints in --out and start anew", action="store_true")
+    flags.add("--overwrite", False, "start anew, and delete the checkpoints in --out", action="store_true")
     flags.add("--save-every", 250, "steps between checkpoints", type=integer, metavar="N")
 
     flags.group("training")
@@ -64,7 +65,7 @@ def add_parser(subparsers: Any) -> None:
     flags.add("--warmup-steps", 50, "steps up to the peak", type=natural, metavar="N")
     flags.add("--weight-decay", 0.1, "of matrices", type=nonnegative, metavar="X")
     flags.add("--clip-norm", 1.0, "largest norm of the gradient", type=positive, metavar="X")
-    flags.add("--seed", 0, "of parameters, batches and samples", type=natural, metavar="N")
+    flags.add("--seed", 0, "of parameters, batches and samples", type=_flags.seed, metavar="N")
     flags.add("--validate-every", 250, "steps between validations", type=integer, metavar="N")
     flags.add("--validation-bytes", 65536, "bytes that a validation predicts", type=integer, metavar="N")
 
@@ -111,7 +112,7 @@ def run(given: dict[str, Any], defaults: dict[str, Any]) -> int:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise CommandError(f"train needs {', '.join(missing)}: pip install 'sdm_jax[flax]'")
-    # Loading JAX takes seconds, which help and usage errors need not wait for.
+    # Loading Flax and orbax takes seconds, which help and usage errors need not wait for.
     from sdm_jax.cli._checkpoint import Checkpoints
 
     invocation = argparse.Namespace(**(defaults | given), given=given)
@@ -137,14 +138,15 @@ def _settle(given, defaults, checkpoints) -> argparse.Namespace:
                     f"--{name.replace('_', '-')} {given[name]}: the checkpoint in {checkpoints.folder} "
                     f"was made with {saved[name]}"
                 )
-    elif latest is not None:
-        if not flags["overwrite"]:
-            raise CommandError(
-                f"{checkpoints.folder} holds a checkpoint of step {latest}: continue it with --resume, "
-                "delete it with --overwrite, or choose another --out"
-            )
-        checkpoints.clear()
+    elif latest is not None and not flags["overwrite"]:
+        raise CommandError(
+            f"{checkpoints.folder} holds a checkpoint of step {latest}: continue it with --resume, "
+            "replace it with --overwrite, or choose another --out"
+        )
     flags = {**defaults, **saved, **given}
+    if flags["data"] is not None:
+        # A resumed run may start in another folder.
+        flags["data"] = os.path.abspath(os.path.expanduser(flags["data"]))
     settings = {name: value for name, value in flags.items() if name not in INVOCATION_FLAGS}
     return argparse.Namespace(**settings)
 
@@ -175,6 +177,8 @@ def _train(settings, invocation, checkpoints) -> int:
         state = checkpoints.restore(jax.eval_shape(trainer.init, settings.seed))
     else:
         state = trainer.init(settings.seed)
+        # Now that nothing is left that could be wrong with the settings or the text.
+        checkpoints.clear()
     print(
         f"text: {text.source}, {len(text.train):,} bytes to train on and {len(text.validation):,} "
         "to validate on\n"

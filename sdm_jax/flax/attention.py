@@ -115,6 +115,8 @@ class Attention(nnx.Module):
             `(y, state)`: `y [B, T, dim]`, and the state after these tokens (None if none was given).
         """
         batch, num_tokens, _ = x.shape
+        if num_tokens == 0:
+            return x.astype(self.dtype), state
         qkv = self.query_key_value(x).reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
         query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         start = jnp.zeros((), jnp.int32) if state is None else state.tokens
@@ -140,7 +142,7 @@ class Attention(nnx.Module):
         """Blocks of at most `window` tokens; each attends to itself and to the `window` tokens before it."""
         batch, num_tokens, heads, width = query.shape
         block = min(window, num_tokens)
-        num_blocks = -(-num_tokens // block) if block else 0
+        num_blocks = -(-num_tokens // block)
 
         def with_past(x, past):
             if past is None:
@@ -151,8 +153,6 @@ class Attention(nnx.Module):
         values = with_past(value, None if state is None else state.values)
         if state is not None:
             state = AttentionState(keys=keys[:, num_tokens:], values=values[:, num_tokens:], tokens=start + num_tokens)
-        if num_blocks == 0:
-            return query, state
 
         def pad(x):
             return jnp.pad(x, ((0, 0), (0, num_blocks * block - num_tokens), (0, 0), (0, 0)))

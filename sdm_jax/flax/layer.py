@@ -170,6 +170,11 @@ class SparseDeltaMemory(nnx.Module):
         self.param_dtype = _settings.float_dtype("param_dtype", param_dtype, BANK_DTYPES)
         self.dtype = _settings.float_dtype("dtype", self.param_dtype if dtype is None else dtype, BANK_DTYPES)
         if grad_bank_dtype is not None:
+            if self.dtype == jnp.float64:
+                raise ValueError(
+                    f"grad_bank_dtype must be None for a float64 bank, got {grad_bank_dtype!r}"
+                    "; the nearest valid value is None"
+                )
             grad_bank_dtype = _settings.float_dtype("grad_bank_dtype", grad_bank_dtype, ("float32",))
         self.grad_bank_dtype = grad_bank_dtype
         low, high = _check_range("a_init_range", a_init_range)
