@@ -129,6 +129,11 @@ class Call : public CallReader {
     return type;
   }
   int64_t snapshot_columns(Quant mode) const { return mode == Quant::int4 ? (shape.width + 1) / 2 : shape.width; }
+  // The scales of a snapshot, null in the modes without: their array has no elements to look at.
+  template <class T>
+  T* only_with_scales(Quant mode, T* scale) const {
+    return mode == Quant::fp8 || mode == Quant::int4 ? scale : nullptr;
+  }
   int64_t scales(Quant mode) const { return mode == Quant::fp8 || mode == Quant::int4 ? shape.write_slots : 0; }
 
   // How an array comes: as an operand, a result, or both.
@@ -252,7 +257,8 @@ struct Handlers {
     f.chunks.slots = call.arg<int32_t>("slots", kIds, join(call.lead, {s.write_slots}));
     f.snapshot = call.ret("snapshot", call.snapshot_type(f.quant),
                           join(call.lead, {s.write_slots, call.snapshot_columns(f.quant)}));
-    f.scale = call.ret<float>("scale", ffi::DataType::F32, join(call.lead, {call.scales(f.quant)}));
+    f.scale = call.only_with_scales(
+        f.quant, call.ret<float>("scale", ffi::DataType::F32, join(call.lead, {call.scales(f.quant)})));
     f.shape = s;
     f.dtype = call.dtype();
     SDM_RUN(call, Backend::take_snapshot(context, f));
@@ -371,7 +377,8 @@ struct Handlers {
     b.chunks.k_eff = call.arg("k_eff", call.acc, call.tokens(s.writes));
     b.snapshot = call.arg("snapshot", call.snapshot_type(b.quant),
                           join(call.lead, {s.write_slots, call.snapshot_columns(b.quant)}));
-    b.scale = call.arg<float>("scale", ffi::DataType::F32, join(call.lead, {call.scales(b.quant)}));
+    b.scale = call.only_with_scales(
+        b.quant, call.arg<float>("scale", ffi::DataType::F32, join(call.lead, {call.scales(b.quant)})));
     b.delta = call.arg("delta", call.acc, call.tokens(s.width));
     b.dv = call.arg("dv", call.acc, call.tokens(s.width));
     b.dk_eff = call.ret("dk_eff", call.acc, call.tokens(s.writes));
@@ -470,7 +477,8 @@ struct Handlers {
       if (s.stored_chunks != s.chunks()) call.fail<void>("a saving call stores all chunks");
       f.snapshot = call.ret("snapshot", call.snapshot_type(f.quant),
                             join(call.lead, {s.stored_chunks, s.write_slots, call.snapshot_columns(f.quant)}));
-      f.scale = call.ret<float>("scale", ffi::DataType::F32, call.chunks(call.scales(f.quant)));
+      f.scale = call.only_with_scales(f.quant,
+                                      call.ret<float>("scale", ffi::DataType::F32, call.chunks(call.scales(f.quant))));
     }
     f.qx = call.ret("qx", call.acc, call.squares());                                           // workspace
     f.retrieved = f.u = call.ret("retrieved", call.acc, join(call.lead, {s.chunk, s.width}));  // workspace
@@ -508,7 +516,8 @@ struct Handlers {
     b.delta = call.arg("delta", call.acc, call.tokens(s.width));
     b.snapshot = call.arg("snapshot", call.snapshot_type(b.quant),
                           join(call.lead, {s.stored_chunks, s.write_slots, call.snapshot_columns(b.quant)}));
-    b.scale = call.arg<float>("scale", ffi::DataType::F32, call.chunks(call.scales(b.quant)));
+    b.scale =
+        call.only_with_scales(b.quant, call.arg<float>("scale", ffi::DataType::F32, call.chunks(call.scales(b.quant))));
     b.dk_val = call.ret("dk_val", call.acc, call.tokens(s.writes));
     b.dv = call.ret("dv", call.acc, call.tokens(s.width));
     b.dg = call.ret("dg", call.acc, call.tokens(s.gates));

@@ -65,7 +65,8 @@ struct StageHandlers {
       if (s.stored_chunks != s.chunks()) call.fail<void>("a saving call stores all chunks");
       f.snapshot = call.take(as, "snapshot", call.snapshot_type(f.quant),
                              join(call.lead, {s.stored_chunks, s.write_slots, call.snapshot_columns(f.quant)}));
-      f.scale = call.take<float>(as, "scale", ffi::DataType::F32, call.chunks(call.scales(f.quant)));
+      f.scale = call.only_with_scales(
+          f.quant, call.take<float>(as, "scale", ffi::DataType::F32, call.chunks(call.scales(f.quant))));
     }
     f.qx = call.take(as, "qx", call.acc, call.squares());                        // workspace
     f.inter = call.take(as, "inter", call.acc, one_chunk);                       // workspace
@@ -108,7 +109,8 @@ struct StageHandlers {
     b.delta = call.arg("delta", call.acc, call.tokens(s.width));
     b.snapshot = call.arg("snapshot", call.snapshot_type(b.quant),
                           join(call.lead, {s.stored_chunks, s.write_slots, call.snapshot_columns(b.quant)}));
-    b.scale = call.arg<float>("scale", ffi::DataType::F32, call.chunks(call.scales(b.quant)));
+    b.scale =
+        call.only_with_scales(b.quant, call.arg<float>("scale", ffi::DataType::F32, call.chunks(call.scales(b.quant))));
     const Call::As as = part.handed_on();
     const auto parts = [&](const Dims& dims) {
       Dims all = {b.parts};
