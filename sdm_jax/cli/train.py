@@ -201,8 +201,8 @@ def _train(settings, invocation, checkpoints) -> int:
 
     bits = validate(state) / math.log(2)
     print(
-        f"validation: {bits:.3f} bits per byte (loss {bits * math.log(2):.3f}), {order_1 - bits:.3f} below "
-        f"the order-1 byte model's {order_1:.3f}",
+        f"validation: {bits:.3f} bits per byte (loss {bits * math.log(2):.3f}), {abs(order_1 - bits):.3f} "
+        f"{'below' if bits < order_1 else 'above'} the order-1 byte model's {order_1:.3f}",
         flush=True,
     )
     if invocation.sample_length:
