@@ -10,7 +10,8 @@ from sdm_jax._primitive import choose_implementation
 
 
 class Plan(NamedTuple):
-    """Static facts about one `write_read` call."""
+    """Static facts about one `write_read` call. Bytes are None where the compiler decides (`"xla"`, `"reference"`) or
+    no figure is kept (`"cuda"`)."""
 
     implementation: str
     """The implementation that serves on the platform."""
@@ -23,7 +24,7 @@ class Plan(NamedTuple):
     snapshot_bytes: int
     """The part of `saved_bytes` that `snapshot_quant` changes."""
     forward_working_bytes: int | None
-    """Working memory of a call that nobody differentiates. None: the compiler decides (`"xla"`, `"reference"`)."""
+    """Working memory of a call that nobody differentiates, beside its operands and results."""
     saving_forward_working_bytes: int | None
     """Working memory of the forward of a differentiated call, beside `saved_bytes`."""
     backward_working_bytes: int | None

@@ -56,8 +56,6 @@ def choose_implementation(platform: str, asked: str | None, bank_dtype: Any = No
                 if has_cuda_module()
                 else "implementation='cuda' needs the CUDA module, which this installation of sdm_jax lacks."
             )
-        if not has_cuda_module():
-            _warn_no_cuda_module()
     return "xla"
 
 
@@ -65,8 +63,8 @@ def choose_implementation(platform: str, asked: str | None, bank_dtype: Any = No
 def _warn_no_cuda_module() -> None:
     warnings.warn(
         "sdm_jax was installed without its CUDA module, so plain JAX (implementation='xla') serves on this GPU. "
-        "To get the kernels, install sdm_jax from source where nvcc is found (SDM_CUDA=ON makes its absence an "
-        "error).",
+        "To get the kernels, install sdm_jax from source with the environment variable SDM_CUDA=ON, where nvcc is "
+        "found.",
         stacklevel=2,
     )
 
@@ -98,6 +96,8 @@ def define(
 
     def lower(platform, ctx, *operands, implementation, **params):
         chosen = choose_implementation(platform, implementation, operands_dtype(ctx))
+        if platform == "cuda" and implementation is None and not has_cuda_module():
+            _warn_no_cuda_module()
         functions: dict[str, Callable[..., Arrays]] = {
             "cpu": cpu,
             "cuda": cuda or cpu,
@@ -138,7 +138,12 @@ def define(
     def compiled(params):
         return jax.jit(functools.partial(primitive.bind, **dict(params)))
 
-    primitive.def_impl(lambda *operands, **params: compiled(tuple(sorted(params.items())))(*operands))
+    def run(*operands, **params):
+        # A primitive has no steps to go through one by one, so it is compiled under disable_jit too.
+        with jax.disable_jit(False):
+            return compiled(tuple(sorted(params.items())))(*operands)
+
+    primitive.def_impl(run)
 
     def bind(*operands, implementation=None, **params):
         return primitive.bind(*operands, implementation=implementation, **params)

@@ -168,6 +168,14 @@ def arguments(
             f"bank has leading axes {_axes(tuple(bank_lead))} but k_idx has {_axes(lead)}; they must be equal.{hint}"
         )
     num_writes, num_reads = k_idx.shape[-1], q_idx.shape[-1]
+    for name, what, count in (("k_idx", "W", num_writes), ("q_idx", "R", num_reads)):
+        if not 1 <= count <= MAX_ENTRIES:
+            raise ValueError(
+                f"{name} has {count} entries a token on its last axis ({what}); 1 to {MAX_ENTRIES} are supported."
+            )
+    for what, count in (("slots (S)", num_slots), ("columns (D)", width)):
+        if count < 1:
+            raise ValueError(f"bank has no {what}: its shape is {_axes(bank.shape)}.")
     tokens = tuple(k_idx.shape[-least:-1])
     sizes = {
         "k_val": (num_writes,),
@@ -195,14 +203,6 @@ def arguments(
                 f"{name} has {shape[-1]} on its last axis ({tails[name]}), but needs "
                 f"{' or '.join(map(str, dict.fromkeys(columns)))}; {name} must be {want}."
             )
-    for name, what, count in (("k_idx", "W", num_writes), ("q_idx", "R", num_reads)):
-        if not 1 <= count <= MAX_ENTRIES:
-            raise ValueError(
-                f"{name} has {count} entries a token on its last axis ({what}); 1 to {MAX_ENTRIES} are supported."
-            )
-    for what, count in (("slots (S)", num_slots), ("columns (D)", width)):
-        if count < 1:
-            raise ValueError(f"bank has no {what}: its shape is {_axes(bank.shape)}.")
     result = Sizes(
         bank_lead=tuple(bank_lead),
         lead=lead,
@@ -361,7 +361,9 @@ def count_repeated_writes(k_idx: Any, num_slots: int | None = None) -> Any:
     **Returns:** int32 `[*B]`, the number of such entries of each stream. Works under `jit` and `vmap`.
     """
     if not is_array(k_idx) or not jnp.issubdtype(k_idx.dtype, jnp.integer):
-        raise TypeError("k_idx must be an integer array [*B, T, W].")
+        raise TypeError(
+            f"k_idx must be an integer array [..., T, W], got {getattr(k_idx, 'dtype', type(k_idx).__name__)}."
+        )
     if k_idx.ndim < 2:
         raise ValueError(f"k_idx must have shape [..., T, W], got {_axes(k_idx.shape)}.")
     limit = MAX_ROWS - 1 if num_slots is None else integer("num_slots", num_slots, 1, MAX_ROWS - 1)

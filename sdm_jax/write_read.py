@@ -54,7 +54,8 @@ def write_read(
     - `v`: `[*B, T, D]`, values.
     - `beta`: `[*B, T, 1]`, write strengths (input gates).
     - `g`: `[*B, T, 1]` or `[*B, T, W]`, natural logarithms of the forget gates, one a token or one a write;
-      `-inf` erases a slot exactly.
+      `-inf` erases a slot exactly. A slot that a token names more than once decays once, by the gate of its first
+      entry.
     - `q_idx`, `q_val`: `[*B, T, R]`, the slots read (after the token's write) and their weights.
     - `chunk_size`: tokens of a chunk, 16 to 256. Changes results only by rounding.
     - `snapshot_quant`: how the rows that the backward needs are kept: `"none"` (the bank's dtype), `"bf16"`,

@@ -353,3 +353,12 @@ def test_exit_right_after_a_call():
         PYTHONPATH=os.path.dirname(os.path.dirname(sdm_jax.__file__)),
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_disable_jit(implementation):
+    inputs, _ = make_inputs(CASE)
+    want = sdm_jax.write_read(**inputs, implementation=implementation)
+    with jax.disable_jit():
+        got = sdm_jax.write_read(**inputs, implementation=implementation)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g, w)

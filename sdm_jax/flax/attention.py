@@ -108,11 +108,14 @@ class Attention(nnx.Module):
 
         Arguments:
             x: features, `[B, T, dim]`.
-            state: the tokens before them; None: there are none. Without a window the caller sees to
-                it that there is room for `T` more.
+            state: the tokens before them; None: there are none. Without a window it must have room for
+                `T` more: the output of a piece that does not fit is NaN.
 
         Returns:
             `(y, state)`: `y [B, T, dim]`, and the state after these tokens (None if none was given).
+
+        Raises:
+            ValueError: `T` is more than an empty state has room for.
         """
         batch, num_tokens, _ = x.shape
         if num_tokens == 0:
@@ -132,11 +135,16 @@ class Attention(nnx.Module):
         return self.output(y.reshape(batch, num_tokens, self.dim)), state
 
     def _all(self, query, key, value, positions, state):
+        num_tokens, length = query.shape[1], state.keys.shape[1]
+        if num_tokens > length:
+            raise ValueError(f"the cache was made for max_length={length} tokens, got {num_tokens} at once")
         keys = jax.lax.dynamic_update_slice_in_dim(state.keys, key, state.tokens, axis=1)
         values = jax.lax.dynamic_update_slice_in_dim(state.values, value, state.tokens, axis=1)
         seen = jnp.arange(keys.shape[1])[None, :] <= positions[:, None]
         y = _attend(query, keys, values, seen)
-        return y, AttentionState(keys=keys, values=values, tokens=state.tokens + query.shape[1])
+        tokens = state.tokens + num_tokens
+        # How many came before is known only when it runs; wrong numbers would not be noticed, NaN is.
+        return jnp.where(tokens <= length, y, jnp.nan), AttentionState(keys=keys, values=values, tokens=tokens)
 
     def _near(self, query, key, value, window, start, state):
         """Blocks of at most `window` tokens; each attends to itself and to the `window` tokens before it."""

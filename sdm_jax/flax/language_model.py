@@ -128,7 +128,8 @@ class LanguageModel(nnx.Module):
     def init_cache(self, batch: int, max_length: int | None = None) -> Cache:
         """The cache of `batch` texts before their first token.
 
-        `max_length`, the number of tokens in all, is needed by `"attention"` layers only.
+        `max_length`, the number of tokens in all, is needed by `"attention"` layers only. Logits of tokens
+        beyond it are NaN.
         """
         return tuple(
             block.mixer.init_state(batch)
