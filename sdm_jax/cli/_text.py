@@ -54,7 +54,10 @@ def read_text(path: str | None) -> Text:
         raise CommandError(f"--data {path}: there is no such file or folder")
     files = _read_files(root, [root] if root.is_file() else _text_files(root))
     if not any(map(len, files)):
-        raise CommandError(f"--data {path}: " + ("the file is empty" if root.is_file() else "found no text in it"))
+        raise CommandError(
+            f"--data {path}: "
+            + ("the file is empty or not text (has NUL bytes)" if root.is_file() else "found no text in it")
+        )
     return _split(str(root), files)
 
 

@@ -207,7 +207,7 @@ def generate(
     prompt = jnp.asarray(prompt)
     if prompt.ndim != 2 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be [batch, tokens] with at least one token, got shape {prompt.shape}")
-    if temperature < 0:
+    if not temperature >= 0:  # NaN is no temperature either
         raise ValueError(f"temperature must be at least 0, got {temperature}")
     length = _settings.integer("length", length, 0)
     return _generate(model, prompt, jax.random.key(seed), jnp.float32(temperature), length)
