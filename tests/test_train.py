@@ -107,7 +107,7 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
     [
         (["--data", "{tmp}/none"], "there is no such file or folder"),
         (["--data", "{tmp}/empty"], "found no text in it"),
-        (["--data", "{tmp}/empty.txt"], "the file is empty"),
+        (["--data", "{tmp}/empty.txt"], "the file is empty or not text"),
         (["--data", "{tmp}/short.txt"], "short.txt is too short: 95 bytes to train on and 5 to validate on"),
         (["--layers", "swa,smd"], "layers[1] must be one of"),
         (["--slots", "40"], "slots_per_head must be a square"),
