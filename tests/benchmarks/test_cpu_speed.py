@@ -66,10 +66,10 @@ def report(title, rows):
         print(f"  {name:46s} {value}")
 
 
-def in_place(f, bank, *tokens):
-    """`f(bank, *tokens) -> (bank, results)` jitted with the bank donated, as a function of nothing."""
+def in_place(f, state, *tokens):
+    """`f(state, *tokens) -> (state, results)` jitted with the state donated, as a function of nothing."""
     step = jax.jit(f, donate_argnums=0)
-    state = [bank + 0]
+    state = [jax.tree.map(lambda x: x + 0, state)]
 
     def run():
         state[0], results = step(state[0], *tokens)
@@ -92,15 +92,33 @@ def plain_forward(form):
 
 
 def gradients(backward, forward, bank, *tokens):
-    """The call and all its gradients for a sum of squares of the readings; the donated bank comes back restored."""
+    """The call and all its gradients for a sum of squares of the readings, with its memory in place.
 
-    def step(bank, k_idx, k_val, v, beta, g, q_idx, q_val):
-        y, new_bank, *saved = forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val)
-        d_new_bank = jnp.zeros_like(new_bank)
-        restored, *gradients = backward(new_bank, d_new_bank, 2 * y, k_idx, k_val, beta, g, q_idx, q_val, saved)
-        return restored, gradients
+    The donated bank comes back restored. The gradient of the bank takes the buffer of the new bank's cotangent, which
+    a step receives from the one before, as in a chain of segments.
+    """
 
-    return in_place(step, bank, *tokens)
+    def step(state, *tokens):
+        bank, d_new_bank = state
+        k_idx, k_val, _, beta, g, q_idx, q_val = tokens
+        y, new_bank, *saved = forward(bank, *tokens)
+        restored, d_bank, *rest = backward(new_bank, d_new_bank, 2 * y, k_idx, k_val, beta, g, q_idx, q_val, saved)
+        return (restored, d_bank), rest
+
+    return in_place(step, (bank, jnp.zeros_like(bank)), *tokens)
+
+
+def training_gradients(implementation, bank, *tokens):
+    """`jax.grad` of a sum of squares of the readings, the bank a broadcast parameter as in a layer."""
+    k_idx, k_val, v, beta, g, q_idx, q_val = tokens
+
+    def loss(parameter, k_val, v, beta, g, q_val):
+        bank_now = jnp.broadcast_to(parameter, bank.shape)
+        y, _ = sdm_jax.write_read(bank_now, k_idx, k_val, v, beta, g, q_idx, q_val, implementation=implementation)
+        return (y * y).sum()
+
+    step = jax.jit(jax.grad(loss, argnums=tuple(range(6))))
+    return functools.partial(step, bank[0], k_val, v, beta, g, q_val)
 
 
 def plain_gradients(form, *arguments):
