@@ -38,6 +38,7 @@ void take_snapshot(const Forward& f, int64_t p, int64_t n, Columns columns) {
   for (int64_t i = 0; lists.listed(i); ++i) {
     snapshot_row(f, view, i, bank + lists.slots[i] * f.shape.width, columns);
   }
+  finish_streaming();
 }
 
 template <class T>
@@ -68,6 +69,7 @@ void mover(const Forward& f, int64_t p, int64_t n, Columns columns) {
       for (int k = 0; k < tile.size; ++k) tile.store(part + c, k, acc[k]);
     });
   }
+  if (f.snapshot) finish_streaming();
 }
 
 // Calls f(position, is_first, is_last) for the valid entries of slot `i`, in order.

@@ -70,6 +70,19 @@ float row_scale(const T* row, int64_t width, float levels) {
   return round_to_bf16(scale > 1e-12f ? scale : 1e-12f);
 }
 
+// Copies bits that nobody reads before the backward: past the caches, where the place allows it.
+inline void store_bits(void* target, const void* source, int64_t bytes) {
+  if (reinterpret_cast<uintptr_t>(target) % kVectorBytes || bytes % kVectorBytes) {
+    std::memcpy(target, source, bytes);
+    return;
+  }
+  for (int64_t i = 0; i < bytes; i += kVectorBytes) {
+    VecF x;
+    std::memcpy(&x, static_cast<const char*>(source) + i, sizeof x);
+    stream(static_cast<char*>(target) + i, x);
+  }
+}
+
 // Stores columns [begin, end) of a bank row. A mode with scales needs the whole row at once.
 template <class T>
 void store_snapshot_row(Quant quant, const T* row, void* stored, float* scale, int64_t begin, int64_t end) {
@@ -77,7 +90,7 @@ void store_snapshot_row(Quant quant, const T* row, void* stored, float* scale, i
   const int64_t width = end - begin;
   switch (quant) {
     case Quant::none:
-      std::memcpy(static_cast<T*>(stored) + begin, row + begin, width * sizeof(T));
+      store_bits(static_cast<T*>(stored) + begin, row + begin, width * sizeof(T));
       return;
     case Quant::bf16: {
       bf16* out = static_cast<bf16*>(stored) + begin;

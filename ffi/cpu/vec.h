@@ -9,6 +9,10 @@
 #include <type_traits>
 #include <utility>
 
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
 #ifndef SDM_ISA
 #error "SDM_ISA names the instruction set that this file is compiled for"
 #endif
@@ -98,6 +102,25 @@ inline void store(bf16* p, VecF x) {
   const VecU32 is_nan = (VecU32)(x != x);
   const VecU16 y = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), VecU16);
   std::memcpy(p, &y, sizeof y);
+}
+
+// A store past the caches, for what is not read again soon. `p` lies on a multiple of the vector's size.
+// Another thread may read it only after `finish_streaming`.
+inline void stream(void* p, VecF x) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(static_cast<float*>(p), (__m512)x);
+#elif defined(__AVX__)
+  _mm256_stream_ps(static_cast<float*>(p), (__m256)x);
+#elif defined(__SSE2__)
+  _mm_stream_ps(static_cast<float*>(p), (__m128)x);
+#else
+  std::memcpy(p, &x, sizeof x);
+#endif
+}
+inline void finish_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 // The last vector of a row whose width is no multiple of the lanes: `n` values, the rest zero.
