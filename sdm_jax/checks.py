@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sdm_jax._layout import BANK_DTYPES, SNAPSHOT_MODES, Sizes, accumulate_dtype
+from sdm_jax._layout import BANK_DTYPES, SNAPSHOT_MODES, Sizes
 
 IMPLEMENTATIONS = ("cpu", "cuda", "xla", "reference")
 MAX_ENTRIES = 256
@@ -236,11 +236,6 @@ def clean_ids(ids: Any, num_slots: int) -> Any:
     return jnp.asarray(xp.where(valid, ids, 0).astype(np.int32) - xp.where(valid, 0, 1).astype(np.int32))
 
 
-def rounded(value: Any, dtype: Any) -> Any:
-    """`value` in the dtype in which it enters the computation."""
-    return jnp.asarray(value).astype(dtype)
-
-
 def _first(mask: np.ndarray) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argwhere(mask)[0])
 
@@ -371,8 +366,3 @@ def count_repeated_writes(k_idx: Any, num_slots: int | None = None) -> Any:
     valid = (ordered >= 0) & (ordered < limit)
     again = (ordered[..., 1:] == ordered[..., :-1]) & valid[..., 1:]
     return again.sum(axis=(-2, -1), dtype=jnp.int32)
-
-
-def accumulate(value: Any, bank_dtype: Any) -> Any:
-    """`beta` or `g` in the dtype in which it enters the computation."""
-    return rounded(value, accumulate_dtype(bank_dtype))
