@@ -5,6 +5,7 @@ from sdm_jax.flax.generation import ByteTokenizer, Tokenizer, generate, generate
 from sdm_jax.flax.language_model import LanguageModel, LanguageModelConfig
 from sdm_jax.flax.layer import SDMState, SparseDeltaMemory
 from sdm_jax.flax.parameters import BankParam, GateParam, ParameterCount, count_parameters, weight_decay_mask
+from sdm_jax.flax.torch_names import from_torch_state_dict, to_torch_state_dict
 
 __all__ = [
     "Attention",
@@ -19,8 +20,10 @@ __all__ = [
     "SparseDeltaMemory",
     "Tokenizer",
     "count_parameters",
+    "from_torch_state_dict",
     "generate",
     "generate_stream",
     "generate_text",
+    "to_torch_state_dict",
     "weight_decay_mask",
 ]

@@ -29,8 +29,8 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     except TypeError:
         hint = ""
         if isinstance(value, float) and math.isfinite(value):
-            nearest = max(low, round(value)) if high is None else min(max(low, round(value)), high)
-            hint = f"; the nearest valid value is {nearest}"
+            within = max(low, round(value))
+            hint = f"; the nearest valid value is {within if high is None else min(within, high)}"
         raise TypeError(f"{name} must be an integer, got {value!r}{hint}") from None
     if number < low or (high is not None and number > high):
         needed = f"at least {low}" if high is None else f"in {low}..{high}"
@@ -82,7 +82,7 @@ def float_dtype(name: str, value: Any, names: Iterable[str]) -> jnp.dtype:
     if dtype is None or dtype.name not in names:
         got = repr(value) if dtype is None else dtype.name
         raise TypeError(f"{name} must be {', '.join(names)}, got {got}; the nearest valid value is {names[0]}")
-    if dtype == jnp.float64 and not jax.config.jax_enable_x64:
+    if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(f"{name} float64 needs jax_enable_x64; the nearest valid value is float32")
     return dtype
 

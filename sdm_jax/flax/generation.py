@@ -63,8 +63,8 @@ def generate(
         TypeError: an argument has the wrong type.
         ValueError: the prompt is empty, or `length` or `temperature` is negative.
     """
-    prompt, length, temperature = _check(model, prompt, length, temperature)
-    return _generate(*nnx.split(model), prompt, jax.random.key(seed), temperature, length)
+    tokens, length, noise = _check(model, prompt, length, temperature)
+    return _generate(*nnx.split(model), tokens, jax.random.key(seed), noise, length)
 
 
 def generate_stream(
@@ -76,8 +76,8 @@ def generate_stream(
     seed: int = 0,
 ) -> Iterator[np.ndarray]:
     """`generate`, giving the tokens of each position, `[B]` int32, as soon as they are sampled."""
-    tokens, length, temperature = _check(model, prompt, length, temperature)
-    return _stream(model, tokens, length, temperature, jax.random.key(seed))
+    tokens, length, noise = _check(model, prompt, length, temperature)
+    return _stream(model, tokens, length, noise, jax.random.key(seed))
 
 
 def generate_text(

@@ -199,6 +199,6 @@ class LanguageModel(nnx.Module):
             kind = SDMState if isinstance(block.mixer, SparseDeltaMemory) else AttentionState
             if not isinstance(state, kind):
                 raise TypeError(f"cache[{i}] must be an {kind.__name__}, got {type(state).__name__}")
-            rows = state.bank if kind is SDMState else state.keys
+            rows = state.bank if isinstance(state, SDMState) else state.keys
             if is_array(rows) and rows.shape[:1] != (batch,):
                 raise ValueError(f"cache[{i}] is of {rows.shape[0]} texts, but tokens are of {batch}")
