@@ -37,6 +37,12 @@ class ByteTokenizer:
         return bytes(tokens).decode(errors="replace")
 
 
+def token_ids(tokenizer: Any, text: str) -> Sequence[int]:
+    """The tokens of a text; some tokenizers (of the package `tokenizers`) have them in an attribute `ids`."""
+    tokens = tokenizer.encode(text)
+    return getattr(tokens, "ids", tokens)
+
+
 def generate(
     model: LanguageModel,
     prompt: jax.typing.ArrayLike,
@@ -108,7 +114,7 @@ def generate_text(
         ValueError: the prompt has no tokens, or one that the model does not know; `length` or `temperature` is
             negative.
     """
-    ids = np.asarray(tokenizer.encode(prompt))
+    ids = np.asarray(token_ids(tokenizer, prompt))
     if ids.ndim == 1 and ids.size and not 0 <= ids.min() <= ids.max() < model.vocab_size:
         raise ValueError(
             f"prompt has tokens of {ids.min()}..{ids.max()}, but the model knows those below {model.vocab_size}"

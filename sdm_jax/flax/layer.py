@@ -25,7 +25,7 @@ _NORM_EPSILON = 1e-5
 _BATCHNORM_MOMENTUM = 0.9
 _SMALLEST_A = 1e-4
 _DT_RANGE = (1e-3, 1e-1)
-_MAX_SLOTS = 2**31 - 1
+MAX_SLOTS = 2**31 - 1
 
 
 @jax.tree_util.register_dataclass
@@ -378,9 +378,9 @@ class SparseDeltaMemory(nnx.Module):
 
 
 def _check_slots(slots_per_head, product_key_factors) -> tuple[int, ...]:
-    slots = _settings.integer("slots_per_head", slots_per_head, 1, _MAX_SLOTS)
+    slots = _settings.integer("slots_per_head", slots_per_head, 1, MAX_SLOTS)
     if product_key_factors is None:
-        side = _settings.square("slots_per_head", slots, _MAX_SLOTS)
+        side = _settings.square("slots_per_head", slots, MAX_SLOTS)
         return side, side
     factors = check_factors(product_key_factors, "product_key_factors")
     if math.prod(factors) != slots:

@@ -85,10 +85,8 @@ def from_torch_state_dict(
         if value.shape != shape:
             wrong.append(f"{prefix}{name} must be {shape} for {'.'.join(entry.path)}, got {value.shape}")
             continue
-        value = jnp.asarray(value.T if entry.transposed else value, variable.dtype)
-        if isinstance(variable[...], jax.Array):
-            value = jax.device_put(value, variable[...].sharding)
-        variable.set_value(value)
+        array = jnp.asarray(value.T if entry.transposed else value, variable.dtype)
+        variable.set_value(jax.device_put(array, variable[...].sharding))
     wrong += [
         f"{prefix}{name} is left over: the layer has no such parameter" for name in named if not name.endswith(_COUNTER)
     ]
