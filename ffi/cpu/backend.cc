@@ -1,5 +1,7 @@
 #include "ffi/cpu/backend.h"
 
+#include <cstring>
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -52,6 +54,11 @@ Error for_streams(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f)
 }
 
 }  // namespace
+
+Error Backend::copy(ThreadPool&, const Copy& copy) {
+  std::memcpy(copy.to, copy.from, copy.bytes);
+  return Error::Success();
+}
 
 Error Backend::phase1(ThreadPool& pool, const Forward& f) {
   return for_chunks(pool, f.shape, phase1_scratch_bytes(f.shape),
