@@ -33,6 +33,13 @@ inline int64_t product(const Dims& dims) {
   return result;
 }
 
+// An operand that does not lie where its result does.
+struct Copy {
+  const void* from;
+  void* to;
+  size_t bytes;
+};
+
 // Takes operands and results in their order. The first thing that is wrong is kept in `error`;
 // after it, everything reads as null and the caller returns the error before any use.
 class CallReader {
@@ -70,13 +77,15 @@ class CallReader {
     return check<T>(name, **buffer, dtype, dims);
   }
 
-  // An operand whose buffer is also a result (input_output_aliases): takes both.
+  // An operand whose buffer is also a result (input_output_aliases): takes both. A compiler may put them
+  // apart all the same; the operand's values are then copied before the work.
   template <class T = void>
   T* in_place(const char* name, ffi::DataType dtype, const Dims& dims) {
-    T* operand = arg<T>(name, dtype, dims);
+    const T* operand = arg<T>(name, dtype, dims);
     T* result = ret<T>(name, dtype, dims);
-    if (error.success() && operand != result && product(dims) > 0) {
-      return fail<T>(std::string(name) + " must be updated in place");
+    const int64_t count = product(dims);
+    if (error.success() && operand != result && count > 0) {
+      copies.push_back({operand, result, static_cast<size_t>(count) * ffi::ByteWidth(dtype)});
     }
     return result;
   }
@@ -112,6 +121,7 @@ class CallReader {
   }
 
   ffi::Error error = ffi::Error::Success();
+  std::vector<Copy> copies;  // to be made before the work
 
  private:
   template <class T>

@@ -1,6 +1,8 @@
 // The Python module of the GPU: its custom calls by name.
 #include <nanobind/nanobind.h>
 
+#include <atomic>
+
 #include "ffi/cuda/stages.h"
 
 namespace nb = nanobind;
@@ -10,9 +12,12 @@ namespace {
 namespace ffi = xla::ffi;
 using Context = sdm::cuda::Backend::Context;
 
+std::atomic<int64_t> calls{0};
+
 template <auto handler>
 ffi::Error on_stream(cudaStream_t stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      ffi::Dictionary attrs) {
+  calls.fetch_add(1, std::memory_order_relaxed);
   return handler(Context{stream, device}, args, rets, attrs);
 }
 
@@ -37,6 +42,8 @@ nb::capsule capsule() {
 }  // namespace
 
 NB_MODULE(_cuda, m) {
+  // How often any handler has run: a replayed command buffer runs none.
+  m.def("calls", [] { return calls.load(); });
   // Capsules of all handlers, for jax.ffi.register_ffi_target.
   m.def("targets", [] {
     nb::dict targets;

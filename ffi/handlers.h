@@ -173,10 +173,14 @@ using Args = ffi::RemainingArgs;
 using Rets = ffi::RemainingRets;
 using Attrs = ffi::Dictionary;
 
-// Returns the reader's error, if any; else runs the backend.
+// Returns the reader's error, if any; else makes its copies and runs the backend.
 #define SDM_RUN(call, launch)                        \
   do {                                               \
     (call).finish();                                 \
+    for (const Copy& copy : (call).copies) {         \
+      if ((call).error.failure()) break;             \
+      (call).error = Backend::copy(context, copy);   \
+    }                                                \
     if ((call).error.failure()) return (call).error; \
     return launch;                                   \
   } while (0)
@@ -566,8 +570,6 @@ struct Handlers {
     SDM_RUN(call, Backend::decode(context, d));
   }
 };
-
-#undef SDM_RUN
 
 // The handlers of the steps and of decode, for registration: the target of `name` is "sdm_" #name. The
 // whole calls are sdm_forward and sdm_backward, and on a GPU the stages of ffi/cuda/stages.h.

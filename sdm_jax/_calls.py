@@ -54,7 +54,11 @@ def _call(
     aliases: dict[int, int] | None = None,
     **attributes,
 ):
-    return jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases or {})(*operands, **attributes)
+    if aliases is None:
+        return jax.ffi.ffi_call(target, list(results))(*operands, **attributes)
+    operands = _cuda_calls.apart(operands, aliases)
+    emit = jax.ffi.ffi_call(target, list(results), input_output_aliases=aliases)
+    return _cuda_calls.apart(list(emit(*operands, **attributes)), aliases.values())
 
 
 # ---- the steps one by one

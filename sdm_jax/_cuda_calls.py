@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -66,6 +66,18 @@ def _ranges(first: int, count: int, parts: int) -> list[tuple[int, int]]:
     return [(a, b - a) for a, b in itertools.pairwise(ends)]
 
 
+def apart(arrays: Sequence[Any], in_place: Collection[int] = ()) -> list[Any]:
+    """Operands or results of a custom call, but for those at the positions `in_place`, behind a barrier.
+
+    XLA for GPUs may pull the slices that make operands (in a scan over segments, for one) into a custom call,
+    and the update of a larger array that takes a result. Such a call is no part of a command buffer: the host
+    launches it in every round of the scan. And what the result's array receives no longer lies where it was made.
+    """
+    others = [i for i in range(len(arrays)) if i not in in_place]
+    held = iter(jax.lax.optimization_barrier(tuple(arrays[i] for i in others)))
+    return [x if i in in_place else next(held) for i, x in enumerate(arrays)]
+
+
 def _run(
     target: str,
     calls: Sequence[dict[str, int]],
@@ -77,6 +89,7 @@ def _run(
     """Emits custom calls in a row. `in_place` and, after the first call, `arrays` go from call to call."""
     state: list[Any] = []
     in_place = list(in_place)
+    operands = apart(operands)
     for call in calls:
         taken = [*in_place, *operands, *state]
         aliases = {i: i for i in range(len(in_place))}
@@ -145,8 +158,8 @@ def forward(bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, chunk, snapshot_qua
         save=int(save),
         snapshot_quant=snapshot_quant,
     )
-    y, *kept = arrays[:-4]
-    return [y, new_bank, *(kept if save else [])]
+    y, *kept = apart(arrays[:-4] if save else arrays[:1])
+    return [y, new_bank, *kept]
 
 
 def backward_parts(sizes: Sizes) -> list[dict[str, int]]:
@@ -205,4 +218,4 @@ def backward(bank, d_bank, dy, k_idx, k_val, beta, g, q_idx, q_val, *saved, chun
         parts=column_parts(sizes),
         snapshot_quant=snapshot_quant,
     )
-    return [*in_place, *arrays[:5]]
+    return [*in_place, *apart(arrays[:5])]

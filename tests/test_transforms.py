@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FAST_COMPILE, FLOATS, INPUTS, RESULTS, Case, make_inputs, results
+from cases import FAST_COMPILE, FLOATS, INPUTS, RESULTS, Case, cpu_device, make_inputs, results
 from tolerance import assert_close, assert_same_bits, relative_error, tol
 
 import sdm_jax
@@ -54,7 +54,8 @@ def test_vmap_of_all(implementation):
     case = CASE._replace(lead=(4, 2))
     inputs, _ = make_inputs(case)
     op = functools.partial(sdm_jax.write_read, implementation=implementation)
-    want = sdm_jax.write_read(**inputs, implementation="cpu")
+    with cpu_device():
+        want = sdm_jax.write_read(**inputs, implementation="cpu")
     got = jit(jax.vmap(lambda x: op(**x)))(inputs)
     nested = jax.vmap(jax.vmap(lambda x: op(**x)))(inputs)
     for out in (got, nested):
@@ -132,7 +133,8 @@ def test_vmap_of_a_shared_bank():
 def test_vmap_of_decode_step(implementation):
     inputs, _ = make_inputs(CASE._replace(lead=(4, 2), tokens=1))
     token = {name: x if name == "bank" else x[..., 0, :] for name, x in inputs.items()}
-    want = sdm_jax.decode_step(**token, implementation="cpu")
+    with cpu_device():
+        want = sdm_jax.decode_step(**token, implementation="cpu")
     got = jax.vmap(lambda x: sdm_jax.decode_step(**x, implementation=implementation))(token)
     assert relative_error(got[0], want[0]) <= tol("float32")
     assert relative_error(got[1], want[1]) <= tol("float32")

@@ -1,5 +1,7 @@
 #include "ffi/cpu/backend.h"
 
+#include <cstring>
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -12,14 +14,24 @@ namespace {
 using xla::ffi::Error;
 using xla::ffi::ThreadPool;
 
-// Range `part` of `parts` equal ones, whole cache lines of every dtype but for the last.
-Columns column_range(const Shape& s, int64_t parts, int64_t part) {
-  const int64_t step = ((s.width + parts - 1) / parts + 31) / 32 * 32;
-  const int64_t begin = part * step;
-  return {begin < s.width ? begin : s.width, begin + step < s.width ? begin + step : s.width, part};
-}
+// The columns in `parts` equal parts (whole cache lines of every dtype), and those in ranges of whole parts
+// that tasks work on side by side: as few as keep all threads equally busy, because a row is best visited whole.
+struct ColumnRanges {
+  int64_t width, parts, step, ranges;
 
-Columns all_columns(const Shape& s) { return {0, s.width, 0}; }
+  ColumnRanges(const Shape& s, int64_t num_parts, int64_t threads)
+      : width(s.width), parts(num_parts), step(((s.width + parts - 1) / parts + 31) / 32 * 32), ranges(1) {
+    const auto uneven = [&](int64_t tasks) { return tasks % threads != 0 && tasks < 4 * threads; };
+    while (ranges < parts && uneven(s.streams * ranges)) ++ranges;
+  }
+
+  Columns operator[](int64_t i) const {
+    const int64_t first = parts * i / ranges, last = parts * (i + 1) / ranges;
+    return {std::min(first * step, width), std::min(last * step, width), first, step};
+  }
+};
+
+Columns all_columns(const Shape& s) { return {0, s.width, 0, s.width}; }
 
 bool has_scales(Quant quant) { return quant == Quant::fp8 || quant == Quant::int4; }
 
@@ -52,6 +64,11 @@ Error for_streams(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f)
 }
 
 }  // namespace
+
+Error Backend::copy(ThreadPool&, const Copy& copy) {
+  std::memcpy(copy.to, copy.from, copy.bytes);
+  return Error::Success();
+}
 
 Error Backend::phase1(ThreadPool& pool, const Forward& f) {
   return for_chunks(pool, f.shape, phase1_scratch_bytes(f.shape),
@@ -120,6 +137,7 @@ Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
     ask_for_huge_pages(f.snapshot,
                        s.streams * s.stored_chunks * s.write_slots * snapshot_row_bytes(f.quant, f.dtype, s.width));
   }
+  const ColumnRanges columns_of(s, parts, pool.num_threads());
   const int64_t chunks = s.chunks(), slab = s.stored_chunks;
   for (s.first_chunk = 0; s.first_chunk < chunks; s.first_chunk += slab) {
     const int64_t count = std::min(slab, chunks - s.first_chunk);
@@ -128,9 +146,9 @@ Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
       k.phase1(f, p, n, scratch);
       k.solve(f, p, n);
     });
-    parallel_for(pool, s.streams * parts, 0, [&](int64_t task, void*) {
-      const int64_t p = task / parts;
-      const Columns columns = column_range(s, parts, task % parts);
+    parallel_for(pool, s.streams * columns_of.ranges, 0, [&](int64_t task, void*) {
+      const int64_t p = task / columns_of.ranges;
+      const Columns columns = columns_of[task % columns_of.ranges];
       for (int64_t n = s.first_chunk; n < s.first_chunk + count; ++n) {
         k.gather(f, p, n, columns);
         k.dual_matmul(f, p, n, columns);
@@ -146,9 +164,10 @@ Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
 Error Backend::backward(ThreadPool& pool, const Backward& b) {
   const Kernels& k = kernels(b.dtype, b.grad_dtype);
   const Shape& s = b.shape;
-  parallel_for(pool, s.streams * b.parts, mover_scratch_bytes(s), [&](int64_t task, void* scratch) {
-    const int64_t p = task / b.parts;
-    const Columns columns = column_range(s, b.parts, task % b.parts);
+  const ColumnRanges columns_of(s, b.parts, pool.num_threads());
+  parallel_for(pool, s.streams * columns_of.ranges, mover_scratch_bytes(s), [&](int64_t task, void* scratch) {
+    const int64_t p = task / columns_of.ranges;
+    const Columns columns = columns_of[task % columns_of.ranges];
     for (int64_t n = s.chunks() - 1; n >= 0; --n) {
       k.gather_gradient(b, p, n, columns);
       k.du_matmul(b, p, n, columns);

@@ -1,6 +1,7 @@
 // The launchers of the CPU: which tasks run side by side, for each custom call.
 #pragma once
 
+#include "ffi/buffers.h"
 #include "ffi/cpu/kernels.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -11,6 +12,7 @@ struct Backend {
   using Error = xla::ffi::Error;
   static constexpr bool kOnDevice = false;
 
+  static Error copy(Context& pool, const Copy& copy);
   static Error phase1(Context& pool, const Forward& f);
   static Error solve(Context& pool, const Forward& f);
   static Error gather(Context& pool, const Forward& f);

@@ -11,10 +11,20 @@
 
 namespace sdm::cpu {
 
+// A range of columns: one or more parts of `step` columns (the last of a row may be narrower). Sums over
+// columns are kept apart part by part, so that they do not depend on how many parts a range takes together.
 struct Columns {
   int64_t begin;
   int64_t end;
-  int64_t part;  // index of the range; sums over columns are kept apart by it
+  int64_t part;  // index of the first part
+  int64_t step;
+
+  // Calls f(Columns) for each part.
+  template <class F>
+  inline __attribute__((always_inline)) void for_parts(F&& f) const {
+    int64_t index = part;
+    for (int64_t c = begin; c < end; c += step) f(Columns{c, c + step < end ? c + step : end, index++, step});
+  }
 };
 
 struct Kernels {

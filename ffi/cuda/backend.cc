@@ -12,7 +12,7 @@ using xla::ffi::Error;
 
 Error status(cudaError_t error) {
   if (error == cudaSuccess) return Error::Success();
-  return Error::Internal(std::string("sdm_jax: CUDA kernel launch failed: ") + cudaGetErrorString(error));
+  return Error::Internal(std::string("sdm_jax: a CUDA launch failed: ") + cudaGetErrorString(error));
 }
 
 // The current device is the stream's while this lives.
@@ -48,6 +48,11 @@ cudaError_t zero(void* values, int64_t count, gpu::Launch where) {
 }
 
 }  // namespace
+
+Error Backend::copy(const Context& context, const Copy& copy) {
+  const OnDevice device(context.device);
+  return status(cudaMemcpyAsync(copy.to, copy.from, copy.bytes, cudaMemcpyDeviceToDevice, context.stream));
+}
 
 Error Backend::phase1(const Context& context, const Forward& f) {
   return run(context, f, [&](gpu::Launch where) { return gpu::phase1(f, f.shape.stored_chunks, where); });

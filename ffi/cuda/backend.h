@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/launch.h"
+#include "ffi/buffers.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace sdm::cuda {
@@ -16,6 +17,7 @@ struct Backend {
   using Error = xla::ffi::Error;
   static constexpr bool kOnDevice = true;
 
+  static Error copy(const Context& context, const Copy& copy);
   static Error phase1(const Context& context, const Forward& f);
   static Error solve(const Context& context, const Forward& f);
   static Error gather(const Context& context, const Forward& f);

@@ -74,9 +74,7 @@ struct StageHandlers {
     f.records = call.take(as, "records", kIds, call.chunks(4 * s.write_slots));  // workspace
     f.shape = s;
     f.dtype = call.dtype();
-    call.finish();
-    if (call.error.failure()) return call.error;
-    return Backend::forward(context, f, part.stages, part.first, part.count);
+    SDM_RUN(call, Backend::forward(context, f, part.stages, part.first, part.count));
   }
 
   static ffi::Error backward_stage(const Context& context, Args args, Rets rets, Attrs attrs) {
@@ -137,9 +135,7 @@ struct StageHandlers {
     b.shape = s;
     b.dtype = call.dtype();
     b.grad_dtype = Call::to_dtype(grad);
-    call.finish();
-    if (call.error.failure()) return call.error;
-    return Backend::backward(context, b, part.stages, part.first, part.count);
+    SDM_RUN(call, Backend::backward(context, b, part.stages, part.first, part.count));
   }
 };
 

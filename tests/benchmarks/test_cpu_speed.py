@@ -48,15 +48,17 @@ def inputs(streams, tokens, slots, width, entries, seed=0):
 
 
 def best_times(contestants, rounds):
-    """Milliseconds of each function's best call, taking turns."""
+    """Milliseconds of each function's best call. They take turns of three calls, so that a call also comes after one
+    of its own kind: memory that another kind has just given back to the system costs the next one more."""
     best = dict.fromkeys(contestants, float("inf"))
     for f in contestants.values():
         jax.block_until_ready(f())
     for _ in range(rounds):
         for name, f in contestants.items():
-            start = time.perf_counter()
-            jax.block_until_ready(f())
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+            for _ in range(3):
+                start = time.perf_counter()
+                jax.block_until_ready(f())
+                best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
     return best
 
 
@@ -153,7 +155,7 @@ def test_forward_against_plain_jax(arguments):
     )
     report("forward, P=2 T=2048 S=16384 D=256 W=R=32 C=64 float32, ms", {k: f"{v:8.1f}" for k, v in times.items()})
     assert times["plain JAX, token scan"] >= 1.5 * times["cpu"]
-    assert times["plain JAX, chunked"] >= 4 * times["cpu"]
+    assert times["plain JAX, chunked"] >= 6 * times["cpu"]
 
 
 def test_forward_and_backward_against_plain_jax(arguments):
@@ -169,7 +171,7 @@ def test_forward_and_backward_against_plain_jax(arguments):
         "forward and backward in place, P=2 T=2048 S=16384 D=256 W=R=32 C=64 float32, ms",
         {k: f"{v:8.1f}" for k, v in times.items()},
     )
-    assert min(v for k, v in times.items() if k != "cpu") >= 2.2 * times["cpu"]
+    assert min(v for k, v in times.items() if k != "cpu") >= 3 * times["cpu"]
 
 
 def test_training_step_against_plain_jax(arguments):
@@ -184,7 +186,7 @@ def test_training_step_against_plain_jax(arguments):
         "jax.grad, bank broadcast from a parameter, P=2 T=2048 S=16384 D=256 W=R=32 C=64 float32, ms",
         {k: f"{v:8.1f}" for k, v in times.items()},
     )
-    assert times["plain JAX"] >= 1.5 * times["cpu"]
+    assert times["plain JAX"] >= 2 * times["cpu"]
 
 
 def copy_rate(num_bytes=1 << 28):
