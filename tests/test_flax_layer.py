@@ -333,6 +333,16 @@ def test_weight_decay_is_for_matrices():
     assert decayed == {f"['{name}']['kernel'].value" for name in projections}
 
 
+def test_weight_decay_mask_in_an_optimizer_of_nnx():
+    layer = make()
+    optimizer = nnx.Optimizer(layer, optax.adamw(1e-2, weight_decay=0.5, mask=weight_decay_mask), wrt=nnx.Param)
+    before = jax.tree.map(np.array, nnx.state(layer, nnx.Param))
+    optimizer.update(layer, jax.tree.map(jnp.zeros_like, before))
+    after = nnx.state(layer, nnx.Param)
+    np.testing.assert_array_equal(after["A_log"][...], before["A_log"][...])
+    assert (after["value"]["kernel"][...] != before["value"]["kernel"][...]).any()
+
+
 def test_partitioning_metadata():
     """As `nnx.Linear` has it: through the initializers, or as metadata of the parameters."""
     normal = nnx.initializers.normal()
