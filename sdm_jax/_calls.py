@@ -6,13 +6,16 @@ extra results are workspaces. Registration needs no backend.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sdm_jax import _cuda_calls, _layout, _xla
+from sdm_jax import _cuda_calls, _layout, _xla, _xla_product_key
 from sdm_jax._layout import Chunks, Saved, Sizes, accumulate_dtype
 from sdm_jax._primitive import define, has_cuda_module
 
@@ -24,6 +27,9 @@ except ImportError as error:
         "`pip install -e .` there, or with `pip install .` and import it from another folder."
     ) from error
 
+_ISAS = ("baseline", "avx2", "avx512")
+if (_asked := os.environ.get("SDM_CPU_ISA", _ISAS[0])) not in _ISAS:
+    raise ValueError(f"the environment variable SDM_CPU_ISA is {_asked!r}, needs to be one of {', '.join(_ISAS)}")
 _targets = {"cpu": _cpu.targets()}
 if has_cuda_module():
     from sdm_jax import _cuda  # type: ignore[attr-defined]
@@ -395,3 +401,43 @@ def _decode_xla(*x, platform):
 
 
 decode = define("sdm_decode", _decode_results, cpu=_decode_cpu, xla=_decode_xla)
+
+
+def _product_key_topk_results(scores, *, factors, k):
+    del factors
+    row = (*scores.shape[:-1], k)
+    return [_struct(row, scores.dtype), _struct(row, jnp.int32)]
+
+
+def _product_key_topk_cpu(scores, *, factors, k):
+    results = _product_key_topk_results(scores, factors=factors, k=k)
+    return jax.ffi.ffi_call("sdm_product_key_topk", results)(scores, factors=np.asarray(factors, np.int64), k=k)
+
+
+product_key_topk = define(
+    "sdm_product_key_topk",
+    _product_key_topk_results,
+    cpu=_product_key_topk_cpu,
+    cuda=functools.partial(_xla_product_key.select, platform="cuda"),
+    xla=_xla_product_key.select,
+)
+
+
+def _product_key_topk_backward_results(d_values, ids, *, factors, k):
+    del ids, k
+    return [_struct((*d_values.shape[:-1], sum(factors)), d_values.dtype)]
+
+
+def _product_key_topk_backward_cpu(d_values, ids, *, factors, k):
+    results = _product_key_topk_backward_results(d_values, ids, factors=factors, k=k)
+    call = jax.ffi.ffi_call("sdm_product_key_topk_backward", results)
+    return call(d_values, ids, factors=np.asarray(factors, np.int64), k=k)
+
+
+product_key_topk_backward = define(
+    "sdm_product_key_topk_backward",
+    _product_key_topk_backward_results,
+    cpu=_product_key_topk_backward_cpu,
+    cuda=functools.partial(_xla_product_key.select_backward, platform="cuda"),
+    xla=_xla_product_key.select_backward,
+)

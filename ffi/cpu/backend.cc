@@ -63,6 +63,16 @@ Error for_streams(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f)
   return Error::Success();
 }
 
+// Tasks of some rows each, for product keys.
+template <class Params, class F>
+Error for_rows(ThreadPool& pool, const Params& p, F&& f) {
+  constexpr int64_t kTaskRows = 64;
+  parallel_for(
+      pool, (p.rows + kTaskRows - 1) / kTaskRows, topk_scratch_bytes(p.k, p.columns),
+      [&](int64_t task, void* scratch) { f(task * kTaskRows, std::min(p.rows, (task + 1) * kTaskRows), scratch); });
+  return Error::Success();
+}
+
 }  // namespace
 
 Error Backend::copy(ThreadPool&, const Copy& copy) {
@@ -184,6 +194,17 @@ Error Backend::backward(ThreadPool& pool, const Backward& b) {
 Error Backend::decode(ThreadPool& pool, const Decode& d) {
   return for_streams(pool, d.shape, decode_scratch_bytes(d.shape),
                      [&](int64_t p, void* scratch) { kernels(d.dtype).decode(d, p, all_columns(d.shape), scratch); });
+}
+
+Error Backend::product_key_topk(ThreadPool& pool, const ProductKey& p) {
+  return for_rows(pool, p,
+                  [&](int64_t begin, int64_t end, void* scratch) { kernels(p.dtype).topk(p, begin, end, scratch); });
+}
+
+Error Backend::product_key_topk_backward(ThreadPool& pool, const ProductKeyBackward& p) {
+  return for_rows(pool, p, [&](int64_t begin, int64_t end, void* scratch) {
+    kernels(p.dtype).topk_backward(p, begin, end, scratch);
+  });
 }
 
 }  // namespace sdm::cpu

@@ -44,6 +44,9 @@ struct Kernels {
   void (*phase1_backward)(const Backward&, int64_t stream, int64_t chunk, void* scratch);
   // `scratch` holds decode_scratch_bytes.
   void (*decode)(const Decode&, int64_t stream, Columns, void* scratch);
+  // Rows begin .. end. `scratch` holds topk_scratch_bytes.
+  void (*topk)(const ProductKey&, int64_t begin, int64_t end, void* scratch);
+  void (*topk_backward)(const ProductKeyBackward&, int64_t begin, int64_t end, void* scratch);
 };
 
 // The kernels for a bank dtype (and, in the backward, the dtype of its gradient) on this processor.
@@ -58,5 +61,6 @@ int64_t snapshot_row_bytes(Quant, DType bank, int64_t width);
 size_t phase1_scratch_bytes(const Shape&);
 size_t mover_scratch_bytes(const Shape&);
 size_t decode_scratch_bytes(const Shape&);
+size_t topk_scratch_bytes(int64_t k, int64_t columns);
 
 }  // namespace sdm::cpu

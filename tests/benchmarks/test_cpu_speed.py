@@ -222,3 +222,31 @@ def test_wide_forward_against_a_memory_copy():
         },
     )
     assert rate >= 0.4 * copy_bytes
+
+
+def test_product_key_topk_against_top_k():
+    rows, side, k = 2048, 256, 64
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 2 * side)), jnp.float32)
+
+    def of_factors(x):
+        return jax.lax.top_k(x[:, :side], k), jax.lax.top_k(x[:, side:], k)
+
+    def of_all_sums(x):
+        return jax.lax.top_k((x[:, :side, None] + x[:, None, side:]).reshape(-1, side * side), k)
+
+    times = best_times(
+        {
+            "product_key_topk": functools.partial(
+                jax.jit(lambda x: sdm_jax.product_key_topk(x, (side, side), k)), scores
+            ),
+            "lax.top_k of the factors, no merge": functools.partial(jax.jit(of_factors), scores),
+        },
+        rounds=10,
+    )
+    part = rows // 8  # all sums of all rows would take 512 MiB
+    times["lax.top_k of all sums"] = (
+        8 * best_times({"": functools.partial(jax.jit(of_all_sums), scores[:part])}, rounds=2)[""]
+    )
+    report(f"product keys, {rows} rows, two factors of {side}, k={k}, ms", {n: f"{v:8.1f}" for n, v in times.items()})
+    assert times["lax.top_k of the factors, no merge"] >= 2 * times["product_key_topk"]
+    assert times["lax.top_k of all sums"] >= 10 * times["product_key_topk"]
