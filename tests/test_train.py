@@ -142,7 +142,7 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
         (["--slots", "63"], "--slots must be a square number, got 63; the nearest valid value is 64"),
         (["--product-key-factors", "4,5"], "--slots must be the product of --product-key-factors, 20, got 16"),
         (["--memory-heads", "5"], "--memory-heads must divide --dim (16), got 5; the nearest valid value is 4"),
-        (["--num-heads", "16"], "--num-heads must give heads of an even width, got 16"),
+        (["--num-heads", "16"], "--num-heads must be in 1..8, got 16"),
         (["--writes", "17"], "--writes must be in 1..16 (there are 16 slots), got 17; the nearest valid value is 16"),
         (["--chunk-size", "7"], "--chunk-size must be in 16..256"),
         (["--read-activation", "none"], "--read-activation must be one of"),
