@@ -151,7 +151,7 @@ def measure_selection(implementation, repeats):
     factors = jax.jit(lambda x: (jax.lax.top_k(x[:, :256], 64), jax.lax.top_k(x[:, 256:], 64)))
     values, ids = jax.jit(topk)(scores)
     times = [
-        timed(lambda b: (b, f(*x)), None, repeats)
+        timed(lambda b, f=f, x=x: (b, f(*x)), None, repeats)
         for f, x in ((jax.jit(topk), [scores]), (jax.jit(backward), [values, ids]), (factors, [scores]))
     ]
     print(
