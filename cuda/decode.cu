@@ -24,37 +24,7 @@ struct Params {
   void* y;
   int64_t width, bank_stride;
   int slices, writes, reads, gates, streams_per_bank, num_slots;
-  int write_share, read_share;  // log2 of the threads that look for the equals of one entry
 };
-
-// Sum of the weights of an entry's equals among `count` ids, and whether one of them has an index below `e`:
-// part `part` of `share` interleaved parts. ids are padded with -1 to whole vectors. Entries that are not equal
-// may have any weight.
-struct Equals {
-  float sum = 0;
-  int any = 0, earlier = 0;
-
-  __device__ void add(int other, float weight, int id, bool before) {
-    const bool equal = other == id;
-    sum += equal ? weight : 0.0f;
-    any |= equal;
-    earlier |= equal && before;
-  }
-};
-__device__ inline Equals find_equals(const int32_t* ids, const float* weights, int count, int id, int e, int part,
-                                     int share) {
-  Equals found;
-#pragma unroll 4
-  for (int i = part; 4 * i < count; i += share) {
-    const int4 x = reinterpret_cast<const int4*>(ids)[i];
-    const float4 w = reinterpret_cast<const float4*>(weights)[i];
-    found.add(x.x, w.x, id, 4 * i < e);
-    found.add(x.y, w.y, id, 4 * i + 1 < e);
-    found.add(x.z, w.z, id, 4 * i + 2 < e);
-    found.add(x.w, w.w, id, 4 * i + 3 < e);
-  }
-  return found;
-}
 
 // A row's slice: `kLanes` threads, each with kSteps pieces of V columns.
 template <int V, int Lanes>
@@ -80,12 +50,11 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
   using S = Slice<V, L>;
   constexpr int kHeld = S::kHeld, kTeams = S::kTeams, kSteps = S::kSteps;
   __shared__ __align__(16) int32_t write_id[kMost], read_id[kMost];
-  __shared__ __align__(16) float kappa[kMost], q[kMost];  // of single entries
-  __shared__ float decay[kMost];
-  __shared__ int32_t moved_id[kMost];      // the slot at its first entry, else -1
-  __shared__ WrittenRow factors[kMost];    // at the first entry of a slot, else zeros
-  __shared__ float read_factor[kMost];     // weights of reads of slots that are not written, else 0
-  __shared__ float shared_weight[kWarps];  // sums of weight * read_weight
+  __shared__ float kappa[kMost], q[kMost];  // of single entries
+  __shared__ int32_t moved_id[kMost];       // the slot at its first entry, else -1
+  __shared__ WrittenRow factors[kMost];     // at the first entry of a slot, else zeros
+  __shared__ float read_factor[kMost];      // weights of reads of slots that are not written, else 0
+  __shared__ float shared_weight[kWarps];   // sums over slots of the weights of writes times those of reads
   __shared__ __align__(16) float sums[2][kWarps][S::kColumns], delta[S::kColumns];  // retrieved, read
   const int slice = blockIdx.x % a.slices;
   const int64_t p = blockIdx.x / a.slices;
@@ -138,41 +107,72 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
     }
     fetch(written, 0, [&](int k, int) { return write_ids[k]; });
     fetch(old, 0, [&](int k, int) { return read_ids[k]; });
-    write_id[e] = id_or_none(w_id);
-    read_id[e] = id_or_none(r_id);
-    kappa[e] = to_float(w_weight);
-    q[e] = to_float(r_weight);
-    decay[e] = expf(gate);
+    // For now as if no two entries named one slot.
+    const int w = id_or_none(w_id), r = id_or_none(r_id);
+    const float w_value = to_float(w_weight), r_value = to_float(r_weight), factor = expf(gate);
+    write_id[e] = moved_id[e] = w;
+    read_id[e] = r;
+    kappa[e] = w_value;
+    q[e] = r_value;
+    factors[e] = w >= 0 ? WrittenRow{w_value * factor, 0.0f, factor, w_value} : WrittenRow{};
+    read_factor[e] = r >= 0 ? r_value : 0.0f;
   }
   __syncthreads();
-  {
-    const int share = 1 << a.write_share, e = threadIdx.x >> a.write_share, part = threadIdx.x & (share - 1);
-    const int id = e < a.writes ? write_id[e] : -1;
-    Equals writes = find_equals(write_id, kappa, a.writes, id, e, part, share);
-    Equals reads = find_equals(read_id, q, a.reads, id, 0, part, share);
-    for (int offset = 1; offset < share; offset *= 2) {
-      writes.sum += __shfl_xor_sync(0xffffffffu, writes.sum, offset);
-      reads.sum += __shfl_xor_sync(0xffffffffu, reads.sum, offset);
-      writes.earlier |= __shfl_xor_sync(0xffffffffu, writes.earlier, offset);
+  // A warp takes some writes and looks for others of their slots, and for reads, which see them all.
+  const int share = (a.writes + 4 * kWarps - 1) / (4 * kWarps) * 4;  // at most 32
+  const int first = warp * share;
+  unsigned equals = 0;  // of which of them
+  for (int k = 0; k < share && first < kMost; k += 4) {
+    const int4 id = *reinterpret_cast<const int4*>(write_id + first + k);
+    const int e = first + k;
+#pragma unroll 2
+    for (int i = in_warp; i < a.writes; i += 32) {
+      const int other = write_id[i];
+      equals |= (other == id.x && i != e ? 1u : 0u) << k | (other == id.y && i != e + 1 ? 2u : 0u) << k |
+                (other == id.z && i != e + 2 ? 4u : 0u) << k | (other == id.w && i != e + 3 ? 8u : 0u) << k;
     }
-    const bool first = id >= 0 && !writes.earlier;
-    float both = 0;
-    if (part == 0) {
-      const float factor = decay[e];
-      moved_id[e] = first ? id : -1;
-      factors[e] = first ? WrittenRow{writes.sum * factor, reads.sum * factor, factor, writes.sum} : WrittenRow{};
-      if (first) both = writes.sum * reads.sum;
+#pragma unroll 2
+    for (int i = in_warp; i < a.reads; i += 32) {
+      const int other = read_id[i];
+      equals |= (other == id.x ? 1u : 0u) << k | (other == id.y ? 2u : 0u) << k | (other == id.z ? 4u : 0u) << k |
+                (other == id.w ? 8u : 0u) << k;
     }
-    both = warp_sum(both);
-    if (in_warp == 0) shared_weight[warp] = both;
   }
-  {
-    const int share = 1 << a.read_share, e = threadIdx.x >> a.read_share, part = threadIdx.x & (share - 1);
-    const int id = e < a.reads ? read_id[e] : -1;
-    int found = find_equals(write_id, kappa, a.writes, id, 0, part, share).any;
-    for (int offset = 1; offset < share; offset *= 2) found |= __shfl_xor_sync(0xffffffffu, found, offset);
-    if (part == 0) read_factor[e] = id >= 0 && !found ? q[e] : 0.0f;
+  equals = __reduce_or_sync(0xffffffffu, equals);
+  // The first write of a slot takes the weights of the others, and of all reads.
+  float through = 0;
+  for (; equals != 0; equals &= equals - 1) {
+    const int e = first + __ffs(static_cast<int>(equals)) - 1;
+    const int id = write_id[e];
+    if (id < 0) continue;
+    float sum = 0, read_sum = 0;
+    bool repeats = false;
+    for (int i = in_warp; i < a.writes; i += 32) {
+      if (write_id[i] != id) continue;
+      sum += kappa[i];
+      repeats |= i < e;
+    }
+    if (__any_sync(0xffffffffu, repeats)) {
+      if (in_warp == 0) {
+        moved_id[e] = -1;
+        factors[e] = WrittenRow{};
+      }
+      continue;
+    }
+    for (int i = in_warp; i < a.reads; i += 32) {
+      if (read_id[i] != id) continue;
+      read_sum += q[i];
+      read_factor[i] = 0;
+    }
+    sum = warp_sum(sum);
+    read_sum = warp_sum(read_sum);
+    if (in_warp == 0) {
+      const float factor = factors[e].decay;
+      factors[e] = WrittenRow{sum * factor, read_sum * factor, factor, sum};
+    }
+    through += sum * read_sum;
   }
+  if (in_warp == 0) shared_weight[warp] = through;
   const bool any = __syncthreads_or(threadIdx.x < a.writes && write_id[threadIdx.x] >= 0);
 
   constexpr int kValues = kSteps * V;
@@ -255,16 +255,16 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
   static_assert(S::kColumns <= kThreads);
   if (threadIdx.x < S::kColumns) {
     const int c = threadIdx.x;
-    float total = 0, y = 0, through = 0;
+    float total = 0, y = 0, shared = 0;
 #pragma unroll
     for (int k = 0; k < kWarps; ++k) {
       total += sums[0][k][c];
       y += sums[1][k][c];
-      through += shared_weight[k];
+      shared += shared_weight[k];
     }
     const float d = any && c < columns ? beta * (v - total) : 0.0f;
     delta[c] = d;
-    if (any) y += through * d;
+    if (any) y += shared * d;
     if (c < columns) from_float(static_cast<T*>(a.y) + p * a.width + column0 + c, y);
   }
   __syncthreads();
@@ -281,17 +281,10 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
         unpack<T, V>(written[k][s], x);
 #pragma unroll
         for (int j = 0; j < V; ++j) x[j] = rows[k].decay * x[j] + rows[k].weight * delta[c + j];
-        if (c < columns) store<T, V>(bank + ids[k] * a.width + c, x);
+        if (c < columns) store_packed_streaming<T, V>(bank + ids[k] * a.width + c, pack<T, V>(x));
       }
     }
   }
-}
-
-// log2 of the threads that a block has for each of `entries`; at most 4, so that at least kBatch have theirs.
-int share(int64_t entries) {
-  int bits = 0;
-  while (bits < 2 && (entries << (bits + 1)) <= kThreads) ++bits;
-  return bits;
 }
 
 // The widest slices of which there are enough to fill the GPU, and no wider than a row.
@@ -325,9 +318,7 @@ cudaError_t decode(const Decode& d, Launch where) {
                       static_cast<int>(s.reads),
                       static_cast<int>(s.gates),
                       static_cast<int>(s.streams_per_bank),
-                      static_cast<int>(s.slots),
-                      share(s.writes),
-                      share(s.reads)};
+                      static_cast<int>(s.slots)};
   return for_rows(d.dtype, s.width, [&](auto type, auto v) {
     return start<decltype(type), decltype(v)::value, 32>(params, s.streams, where);
   });

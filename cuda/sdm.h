@@ -140,6 +140,9 @@ struct Decode {
   void* y = nullptr;     // [P, D] bank dtype
 };
 
+// Most factors that the CUDA core takes.
+inline constexpr int kMostFactors = 32;
+
 // The best k slots of a product of factors, for each of many rows of column scores.
 struct ProductKey {
   DType dtype = DType::f32;  // of the scores

@@ -611,14 +611,15 @@ struct Handlers {
   }
 };
 
-// The handlers of the steps and of decode, for registration: the target of `name` is "sdm_" #name. The
+// The handlers of the steps, of decode and of product keys, for registration: the target of `name` is "sdm_" #name. The
 // whole calls are sdm_forward and sdm_backward, and on a GPU the stages of ffi/cuda/stages.h.
 #define SDM_FOR_STEP_CALLS(visit)                                                                                      \
   visit(phase1) visit(solve) visit(gather) visit(take_snapshot) visit(dual_matmul) visit(mover) visit(gather_gradient) \
-      visit(du_matmul) visit(write_mover) visit(read_mover) visit(phase1_backward) visit(decode)
+      visit(du_matmul) visit(write_mover) visit(read_mover) visit(phase1_backward) visit(decode)                       \
+          visit(product_key_topk) visit(product_key_topk_backward)
 
 #define SDM_FOR_ALL_CALLS(visit) \
   SDM_FOR_STEP_CALLS(visit)      \
-  visit(forward) visit(backward) visit(product_key_topk) visit(product_key_topk_backward)
+  visit(forward) visit(backward)
 
 }  // namespace sdm

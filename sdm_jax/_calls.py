@@ -6,7 +6,6 @@ extra results are workspaces. Registration needs no backend.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -403,24 +402,29 @@ def _decode_xla(*x, platform):
 decode = define("sdm_decode", _decode_results, cpu=_decode_cpu, xla=_decode_xla)
 
 
+# Most factors that the CUDA kernels take, as in cuda/sdm.h.
+_MOST_CUDA_FACTORS = 32
+
+
+def _product_key_call(target, results, plain):
+    """Custom calls on product keys, for the CPU and for a GPU; `plain` serves the factors that a GPU's does not."""
+
+    def on_cpu(*x, factors, k):
+        call = jax.ffi.ffi_call(target, results(*x, factors=factors, k=k))
+        return call(*x, factors=np.asarray(factors, np.int64), k=k)
+
+    def on_cuda(*x, factors, k):
+        if len(factors) > _MOST_CUDA_FACTORS:
+            return plain(*x, factors=factors, k=k, platform="cuda")
+        return on_cpu(*x, factors=factors, k=k)
+
+    return define(target, results, cpu=on_cpu, cuda=on_cuda, xla=plain)
+
+
 def _product_key_topk_results(scores, *, factors, k):
     del factors
     row = (*scores.shape[:-1], k)
     return [_struct(row, scores.dtype), _struct(row, jnp.int32)]
-
-
-def _product_key_topk_cpu(scores, *, factors, k):
-    results = _product_key_topk_results(scores, factors=factors, k=k)
-    return jax.ffi.ffi_call("sdm_product_key_topk", results)(scores, factors=np.asarray(factors, np.int64), k=k)
-
-
-product_key_topk = define(
-    "sdm_product_key_topk",
-    _product_key_topk_results,
-    cpu=_product_key_topk_cpu,
-    cuda=functools.partial(_xla_product_key.select, platform="cuda"),
-    xla=_xla_product_key.select,
-)
 
 
 def _product_key_topk_backward_results(d_values, ids, *, factors, k):
@@ -428,16 +432,7 @@ def _product_key_topk_backward_results(d_values, ids, *, factors, k):
     return [_struct((*d_values.shape[:-1], sum(factors)), d_values.dtype)]
 
 
-def _product_key_topk_backward_cpu(d_values, ids, *, factors, k):
-    results = _product_key_topk_backward_results(d_values, ids, factors=factors, k=k)
-    call = jax.ffi.ffi_call("sdm_product_key_topk_backward", results)
-    return call(d_values, ids, factors=np.asarray(factors, np.int64), k=k)
-
-
-product_key_topk_backward = define(
-    "sdm_product_key_topk_backward",
-    _product_key_topk_backward_results,
-    cpu=_product_key_topk_backward_cpu,
-    cuda=functools.partial(_xla_product_key.select_backward, platform="cuda"),
-    xla=_xla_product_key.select_backward,
+product_key_topk = _product_key_call("sdm_product_key_topk", _product_key_topk_results, _xla_product_key.select)
+product_key_topk_backward = _product_key_call(
+    "sdm_product_key_topk_backward", _product_key_topk_backward_results, _xla_product_key.select_backward
 )

@@ -20,12 +20,21 @@ TOKEN = {name: x if name == "bank" else x[:, 0] for name, x in make_inputs(CASE)
 @pytest.fixture
 def kernels(monkeypatch):
     monkeypatch.setattr(_primitive, "has_cuda_module", lambda: True)
+    monkeypatch.setattr(_primitive, "gpu_refusal", lambda: "")
+
+
+@pytest.fixture
+def kernels_for_others(monkeypatch):
+    reason = "the GPU has compute capability 75, the CUDA module was built for 80, 90"
+    monkeypatch.setattr(_primitive, "has_cuda_module", lambda: True)
+    monkeypatch.setattr(_primitive, "gpu_refusal", lambda: reason)
+    _primitive._warn_no_kernels.cache_clear()
 
 
 @pytest.fixture
 def no_kernels(monkeypatch):
     monkeypatch.setattr(_primitive, "has_cuda_module", lambda: False)
-    _primitive._warn_no_cuda_module.cache_clear()
+    _primitive._warn_no_kernels.cache_clear()
 
 
 def op(implementation=None):
@@ -75,9 +84,14 @@ def test_float64_is_not_for_the_kernels(kernels):
             program(op("cuda"), inputs)
 
 
-def test_without_the_module_plain_jax_serves_with_one_warning(no_kernels):
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [("no_kernels", "without its CUDA module.*SDM_CUDA=ON"), ("kernels_for_others", "has compute capability 75")],
+)
+def test_without_kernels_plain_jax_serves_with_one_warning(request, case, message):
+    request.getfixturevalue(case)
     inputs, _ = make_inputs(CASE)
-    with pytest.warns(UserWarning, match="without its CUDA module.*SDM_CUDA=ON") as caught:
+    with pytest.warns(UserWarning, match=message) as caught:
         assert not calls(program(op(), inputs))
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -93,6 +107,14 @@ def test_what_was_asked_for_does_not_warn(no_kernels):
         program(op("cuda"), inputs)
     with pytest.raises(sdm_jax.UnsupportedConfigurationError, match="='cpu' cannot serve a computation for cuda"):
         program(op("cpu"), inputs)
+
+
+def test_a_gpu_that_the_kernels_were_not_built_for(kernels_for_others):
+    inputs, _ = make_inputs(CASE)
+    with pytest.raises(
+        sdm_jax.UnsupportedConfigurationError, match=r"compute capability 75, .* built for 80, 90.*'xla'"
+    ):
+        program(op("cuda"), inputs)
 
 
 def test_export_for_both_platforms(kernels):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import sdm_jax
+from sdm_jax import _calls
 
 # P, T, S, D, W = R, C, dtype; the peer's milliseconds forward and forward + backward.
 SHAPES = {
@@ -135,14 +136,42 @@ def measure_decode(name, implementation, repeats):
     print(f"{name:12s} {t * 1e6:7.2f} us a step (peer {peer:5.1f})", flush=True)
 
 
+def measure_selection(implementation, repeats):
+    """One selection of 64 of 256 x 256 slots for the 2 x 32768 rows of flagship's reads, and its backward."""
+    scores = jax.random.normal(jax.random.key(0), (65536, 512))
+    plain = implementation == "xla"
+
+    def topk(x):
+        return _calls.product_key_topk(x, factors=(256, 256), k=64, implementation="xla" if plain else None)
+
+    def backward(d, ids):
+        settings = dict(factors=(256, 256), k=64, implementation="xla" if plain else None)
+        return _calls.product_key_topk_backward(d, ids, **settings)
+
+    factors = jax.jit(lambda x: (jax.lax.top_k(x[:, :256], 64), jax.lax.top_k(x[:, 256:], 64)))
+    values, ids = jax.jit(topk)(scores)
+    times = [
+        timed(lambda b, f=f, x=x: (b, f(*x)), None, repeats)
+        for f, x in ((jax.jit(topk), [scores]), (jax.jit(backward), [values, ids]), (factors, [scores]))
+    ]
+    print(
+        f"selection    forward {times[0] * 1e3:7.2f} ms   backward {times[1] * 1e3:7.2f} ms   "
+        f"lax.top_k of the two factors {times[2] * 1e3:7.2f} ms",
+        flush=True,
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join([*SHAPES, *DECODE]))
+    parser.add_argument("--shapes", default=",".join([*SHAPES, *DECODE, "selection"]))
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
     print(jax.devices()[0].device_kind, "jax", jax.__version__, args.implementation, flush=True)
     for name in args.shapes.split(","):
+        if name == "selection":
+            measure_selection(args.implementation, args.repeats)
+            continue
         (measure if name in SHAPES else measure_decode)(name, args.implementation, args.repeats)
 
 
