@@ -100,7 +100,7 @@ def model_config(settings: argparse.Namespace, vocab_size: int) -> Any:
     # What the model would name otherwise than the flags do.
     try:
         if set(kinds) & {"swa", "attention"}:
-            attention.attention_heads("--num-heads", settings.num_heads, settings.dim)
+            attention.attention_heads(settings.num_heads, settings.dim, "--num-heads", "--dim")
         if "sdm" in kinds:
             _settings.divisor("--memory-heads", settings.memory_heads, "--dim", settings.dim)
             if settings.product_key_factors is None:

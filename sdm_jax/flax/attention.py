@@ -16,19 +16,23 @@ from sdm_jax.flax import _settings
 _ROTARY_BASE = 10_000.0
 
 
-def attention_heads(name: str, value: Any, dim: int) -> int:
+def attention_heads(value: Any, dim: int, name: str = "num_heads", dim_name: str = "dim") -> int:
     """The number of attention heads: a divisor of `dim` that gives them an even width, as rotary positions need.
 
     Raises:
         TypeError: it is not an integer.
-        ValueError: it does not divide `dim`, or the width is odd.
+        ValueError: it gives them no width, or an odd one; the message calls it `name`, and `dim` `dim_name`.
     """
-    number = _settings.divisor(name, value, "dim", dim)
-    if dim // number % 2:
-        fit = [n for n in range(1, dim + 1) if dim % (2 * n) == 0]
-        nearest = f"; the nearest valid value is {min(fit, key=lambda n: abs(n - number))}" if fit else ""
+    if dim % 2:
         raise ValueError(
-            f"{name} must give heads of an even width, got {number} for dim {dim}, a width of {dim // number}{nearest}"
+            f"{dim_name} must be even with attention layers, got {dim}; the nearest valid value is {dim + 1}"
+        )
+    number = _settings.integer(name, value, 1, dim // 2)
+    if dim % (2 * number):
+        nearest = min((n for n in range(1, dim // 2 + 1) if dim % (2 * n) == 0), key=lambda n: abs(n - number))
+        raise ValueError(
+            f"{name} must divide {dim_name} ({dim}) into heads of an even width, got {number}"
+            f"; the nearest valid value is {nearest}"
         )
     return number
 
@@ -82,7 +86,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.dim = _settings.integer("dim", dim, 1)
-        self.num_heads = attention_heads("num_heads", num_heads, self.dim)
+        self.num_heads = attention_heads(num_heads, self.dim)
         self.head_dim = self.dim // self.num_heads
         self.window = None if window is None else _settings.integer("window", window, 1)
         param_dtype = _settings.float_dtype("param_dtype", param_dtype, BANK_DTYPES)
