@@ -268,14 +268,23 @@ def main(part=""):
                     bad += 1
                     print("BAD", name, traceback.format_exc(limit=-2)[-1500:], flush=True)
     if part in "decode":
-        for W, D in ((64, 1024), (5, 17), (256, 64), (40, 128)):
+        # The last three: enough streams for slices wider than 64 columns.
+        for P, W, D in (
+            (3, 64, 1024),
+            (3, 5, 17),
+            (3, 256, 64),
+            (3, 40, 128),
+            (64, 40, 1024),
+            (130, 64, 1024),
+            (130, 9, 136),
+        ):
             for dtype, bound in ((np.float32, 1e-5), (jnp.bfloat16, 2e-2)):
                 started = time.time()
-                args = make(P=(3,), T=1, S=200, D=D, W=W, R=W)
+                args = make(P=(P,), T=1, S=200, D=D, W=W, R=W)
                 args = {n: (x if n == "bank" else x[:, 0]) for n, x in args.items()}
                 want = decode(CPU, "cpu", args, np.float64 if dtype == np.float32 else dtype)
                 got = decode(GPU, "cuda", args, dtype)
-                report(f"decode {W} {D} {np.dtype(dtype).name}", errors(got, want), bound, started)
+                report(f"decode {P} {W} {D} {np.dtype(dtype).name}", errors(got, want), bound, started)
     print("bad:", bad)
     return bad
 
