@@ -49,8 +49,8 @@ cudaError_t read_mover(const Backward& b, int64_t n, Range range, Launch where);
 // Both at once, with the records of both lists.
 cudaError_t gradient_mover(const Backward& b, int64_t n, Range range, Launch where);
 
-// All of these of chunks first .. first + count in one kernel, for the calls that `runs_as_one_kernel` names; it
-// counts in `inter`, which it leaves undefined.
+// All of these of chunks first .. first + count in one kernel, for the calls that `runs_as_one_kernel` names. It counts
+// in `inter`, which it leaves undefined.
 bool runs_as_one_kernel(const Forward& f);
 cudaError_t forward_steps(const Forward& f, int64_t first, int64_t count, Launch where);
 // Only sets its counters to zero.

@@ -141,12 +141,7 @@ __device__ inline void store(T* p, const float (&y)[V]) {
   store_packed<T, V>(p, pack<T, V>(y));
 }
 
-// Two values side by side (loaded past the first-level cache), or one where `both` is false; `vectors`: pairs are
-// aligned.
-__device__ inline float2 load_two(const float* p, bool both, bool vectors) {
-  if (vectors) return __ldcg(reinterpret_cast<const float2*>(p));
-  return make_float2(__ldcg(p), both ? __ldcg(p + 1) : 0.0f);
-}
+// Two values side by side, or one where `both` is false; `vectors`: pairs are aligned.
 __device__ inline void store_two(float* p, float a, float b, bool both, bool vectors) {
   if (vectors) {
     *reinterpret_cast<float2*>(p) = make_float2(a, b);
