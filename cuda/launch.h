@@ -64,6 +64,10 @@ cudaError_t phase1_backward(const Backward& b, Launch where);
 
 cudaError_t decode(const Decode& d, Launch where);
 
+// float32 and bfloat16 scores, at most kMostFactors factors.
+cudaError_t product_key_topk(const ProductKey& p, Launch where);
+cudaError_t product_key_topk_backward(const ProductKeyBackward& p, Launch where);
+
 // Streams on which ranges run side by side: `streams[0]` is the caller's, which all others
 // start after and end before; `events` has one more than `streams`.
 struct Branches {

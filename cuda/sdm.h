@@ -140,4 +140,32 @@ struct Decode {
   void* y = nullptr;     // [P, D] bank dtype
 };
 
+// Most factors that the CUDA core takes.
+inline constexpr int kMostFactors = 32;
+
+// The best k slots of a product of factors, for each of many rows of column scores.
+struct ProductKey {
+  DType dtype = DType::f32;  // of the scores
+  int64_t rows = 0;
+  int64_t columns = 0;  // sum of the factors
+  int64_t num_factors = 0;
+  const int64_t* factors = nullptr;  // [num_factors], in the host's memory
+  int64_t k = 0;                     // 1 .. 256
+  const void* scores = nullptr;      // [rows, columns]
+  void* values = nullptr;            // [rows, k] dtype of the scores
+  int32_t* ids = nullptr;            // [rows, k], ascending
+};
+
+struct ProductKeyBackward {
+  DType dtype = DType::f32;
+  int64_t rows = 0;
+  int64_t columns = 0;
+  int64_t num_factors = 0;
+  const int64_t* factors = nullptr;
+  int64_t k = 0;
+  const void* d_values = nullptr;  // [rows, k]
+  const int32_t* ids = nullptr;    // [rows, k]
+  void* d_scores = nullptr;        // [rows, columns]
+};
+
 }  // namespace sdm

@@ -10,14 +10,14 @@ constexpr int kThreads = 256;
 constexpr int kColumns = 64;
 constexpr int kLanes = 4;              // that share a column
 constexpr int kStride = kColumns + 8;  // so that a warp's 8 columns of 4 rows lie in distinct banks
-constexpr int kRows = 32;              // rows of A or QK staged at a time
+constexpr int kMostRows = 32;          // rows of A or QK staged at a time
 
 struct Params {
   const float *a, *qk, *beta;
   const int32_t* written;
   float *x, *qx;
   int64_t tokens, stored_tokens, stored_chunks, first_chunk;
-  int chunk, chunks, tiles;
+  int chunk, chunks, tiles, rows;  // rows staged at a time
 };
 
 template <bool Solve>
@@ -30,9 +30,9 @@ __global__ void __launch_bounds__(kThreads) solve_kernel(Params s) {
   const int64_t square = (p * s.stored_chunks + index) * chunk * chunk;
   const float* beta = s.beta + p * s.tokens + n * chunk;
   const int32_t* written = s.written + p * s.stored_tokens + index * chunk;
-  float* x = shared;                       // [C][kStride]
-  float* rows = shared + chunk * kStride;  // [kRows][C]
-  float* strength = rows + kRows * chunk;  // [C] beta of the tokens that write, else 0
+  float* x = shared;                        // [C][kStride]
+  float* rows = shared + chunk * kStride;   // [s.rows][C]
+  float* strength = rows + s.rows * chunk;  // [C] beta of the tokens that write, else 0
   const int j0 = tile * kColumns, width = min(kColumns, chunk - j0);
   const int column = threadIdx.x / kLanes, part = threadIdx.x % kLanes;
 
@@ -56,15 +56,15 @@ __global__ void __launch_bounds__(kThreads) solve_kernel(Params s) {
   }
   const auto stage = [&](const float* matrix, int t0) {
     __syncthreads();
-    const int count = min(kRows, chunk - t0) * chunk;
+    const int count = min(s.rows, chunk - t0) * chunk;
     for (int i = threadIdx.x; i < count; i += kThreads) rows[i] = matrix[square + static_cast<int64_t>(t0) * chunk + i];
     __syncthreads();
   };
 
   if constexpr (Solve) {
-    for (int t0 = 0; t0 < chunk; t0 += kRows) {
+    for (int t0 = 0; t0 < chunk; t0 += s.rows) {
       stage(s.a, t0);
-      for (int t = t0; t < min(chunk, t0 + kRows); ++t) {
+      for (int t = t0; t < min(chunk, t0 + s.rows); ++t) {
         float value = t == j0 + column ? 1.0f : 0.0f;
         if (t > j0 && strength[t] != 0.0f) value -= strength[t] * dot(rows + (t - t0) * chunk, t);
         if (part == 0) x[t * kStride + column] = value;
@@ -82,10 +82,10 @@ __global__ void __launch_bounds__(kThreads) solve_kernel(Params s) {
       x[t * kStride + c] = s.x[square + static_cast<int64_t>(t) * chunk + j0 + c];
     }
   }
-  for (int t0 = 0; t0 < chunk; t0 += kRows) {
+  for (int t0 = 0; t0 < chunk; t0 += s.rows) {
     stage(s.qk, t0);
 #pragma unroll 4
-    for (int t = t0; t < min(chunk, t0 + kRows); ++t) {
+    for (int t = t0; t < min(chunk, t0 + s.rows); ++t) {
       const float value = t < tokens ? dot(rows + (t - t0) * chunk, t + 1) : 0.0f;
       if (part == 0 && column < width) s.qx[square + static_cast<int64_t>(t) * chunk + j0 + column] = value;
     }
@@ -95,6 +95,8 @@ __global__ void __launch_bounds__(kThreads) solve_kernel(Params s) {
 template <bool Solve>
 cudaError_t run(const Chunks& chunks, const Shape& shape, const void* beta, const void* x, void* qx, int64_t count,
                 Launch where) {
+  const auto shared_bytes = [&](int rows) { return sizeof(float) * shape.chunk * (kStride + rows + 1); };
+  const int rows = shared_bytes(kMostRows) <= shared_limit() ? kMostRows : kMostRows / 2;
   const Params params{static_cast<const float*>(chunks.a),
                       static_cast<const float*>(chunks.qk),
                       static_cast<const float*>(beta),
@@ -107,9 +109,10 @@ cudaError_t run(const Chunks& chunks, const Shape& shape, const void* beta, cons
                       shape.first_chunk,
                       static_cast<int>(shape.chunk),
                       static_cast<int>(count),
-                      static_cast<int>(div_up(shape.chunk, kColumns))};
-  const size_t shared = sizeof(float) * shape.chunk * (kStride + kRows + 1);
-  return launch(solve_kernel<Solve>, dim3(shape.streams * count * params.tiles), kThreads, shared, where, params);
+                      static_cast<int>(div_up(shape.chunk, kColumns)),
+                      rows};
+  return launch(solve_kernel<Solve>, dim3(shape.streams * count * params.tiles), kThreads, shared_bytes(rows), where,
+                params);
 }
 
 }  // namespace

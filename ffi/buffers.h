@@ -99,6 +99,16 @@ class CallReader {
     return *value;
   }
 
+  // Lives as long as the call.
+  ffi::Span<const int64_t> integers(const char* name) {
+    auto values = attrs_.get<ffi::Span<const int64_t>>(name);
+    if (!values.has_value()) {
+      fail<void>(std::string("integers attribute ") + name + " is missing");
+      return {};
+    }
+    return *values;
+  }
+
   std::string_view text(const char* name) {
     auto value = attrs_.get<std::string_view>(name);
     if (!value.has_value()) {

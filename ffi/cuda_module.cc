@@ -1,7 +1,10 @@
 // The Python module of the GPU: its custom calls by name.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <atomic>
+#include <iterator>
+#include <string>
 
 #include "ffi/cuda/stages.h"
 
@@ -39,11 +42,39 @@ nb::capsule capsule() {
   return nb::capsule(reinterpret_cast<void*>(&call<handler>), "xla._CUSTOM_CALL_TARGET");
 }
 
+// The compute capabilities that this module was built for, ascending; the last as PTX too, which newer ones run.
+constexpr int kArchs[] = {SDM_CUDA_ARCHS};
+
+bool serves(int capability) {
+  for (const int arch : kArchs) {
+    if (capability / 10 == arch / 10 && capability >= arch) return true;
+  }
+  return capability >= kArchs[std::size(kArchs) - 1];
+}
+
+std::string refusal() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) return "";
+  for (int device = 0; device < count; ++device) {
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (serves(10 * major + minor)) continue;
+    std::string built;
+    for (const int arch : kArchs) built += (built.empty() ? "" : ", ") + std::to_string(arch);
+    return "the GPU has compute capability " + std::to_string(10 * major + minor) + ", the CUDA module was built for " +
+           built + " (from 80 on can be had, by the environment variable SDM_CUDA_ARCHS)";
+  }
+  return "";
+}
+
 }  // namespace
 
 NB_MODULE(_cuda, m) {
   // How often any handler has run: a replayed command buffer runs none.
   m.def("calls", [] { return calls.load(); });
+  // Why the kernels cannot run on a GPU here; empty if they can, or if there is none.
+  m.def("refusal", &refusal);
   // Capsules of all handlers, for jax.ffi.register_ffi_target.
   m.def("targets", [] {
     nb::dict targets;

@@ -144,6 +144,26 @@ class Call : public CallReader {
     return as == As::results ? ret<T>(name, dtype, dims) : arg<T>(name, dtype, dims);
   }
 
+  // Sizes of a selection by product keys, from operand 0; returns the dimensions of what is selected.
+  template <class Params>
+  Dims set_product_key(Params& p) {
+    set_type(arg_dtype(0));
+    set_lead(0, 1);
+    p.dtype = dtype();
+    p.rows = product(lead);
+    p.k = integer("k");
+    const auto factors = integers("factors");
+    p.num_factors = static_cast<int64_t>(factors.size());
+    p.factors = factors.begin();
+    for (int64_t n : factors) {
+      if (n < 1) fail<void>("a factor must be at least 1");
+      p.columns += n;
+    }
+    if (p.k < 1 || p.k > 256) fail<void>("k must be in 1..256");
+    if (factors.size() == 0) fail<void>("there are no factors");
+    return join(lead, {p.k});
+  }
+
   // Phase 1's results.
   Chunks take_chunks(As as) {
     const Shape& s = shape;
@@ -569,13 +589,34 @@ struct Handlers {
     d.dtype = call.dtype();
     SDM_RUN(call, Backend::decode(context, d));
   }
+
+  static ffi::Error product_key_topk(Context context, Args args, Rets rets, Attrs attrs) {
+    Call call(args, rets, attrs);
+    ProductKey p;
+    const Dims row = call.set_product_key(p);
+    p.scores = call.arg("scores", call.type, join(call.lead, {p.columns}));
+    p.values = call.ret("values", call.type, row);
+    p.ids = call.ret<int32_t>("ids", kIds, row);
+    SDM_RUN(call, Backend::product_key_topk(context, p));
+  }
+
+  static ffi::Error product_key_topk_backward(Context context, Args args, Rets rets, Attrs attrs) {
+    Call call(args, rets, attrs);
+    ProductKeyBackward p;
+    const Dims row = call.set_product_key(p);
+    p.d_values = call.arg("d_values", call.type, row);
+    p.ids = call.arg<int32_t>("ids", kIds, row);
+    p.d_scores = call.ret("d_scores", call.type, join(call.lead, {p.columns}));
+    SDM_RUN(call, Backend::product_key_topk_backward(context, p));
+  }
 };
 
-// The handlers of the steps and of decode, for registration: the target of `name` is "sdm_" #name. The
+// The handlers of the steps, of decode and of product keys, for registration: the target of `name` is "sdm_" #name. The
 // whole calls are sdm_forward and sdm_backward, and on a GPU the stages of ffi/cuda/stages.h.
 #define SDM_FOR_STEP_CALLS(visit)                                                                                      \
   visit(phase1) visit(solve) visit(gather) visit(take_snapshot) visit(dual_matmul) visit(mover) visit(gather_gradient) \
-      visit(du_matmul) visit(write_mover) visit(read_mover) visit(phase1_backward) visit(decode)
+      visit(du_matmul) visit(write_mover) visit(read_mover) visit(phase1_backward) visit(decode)                       \
+          visit(product_key_topk) visit(product_key_topk_backward)
 
 #define SDM_FOR_ALL_CALLS(visit) \
   SDM_FOR_STEP_CALLS(visit)      \

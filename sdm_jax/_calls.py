@@ -6,13 +6,15 @@ extra results are workspaces. Registration needs no backend.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from sdm_jax import _cuda_calls, _layout, _xla
+from sdm_jax import _cuda_calls, _layout, _xla, _xla_product_key
 from sdm_jax._layout import Chunks, Saved, Sizes, accumulate_dtype
 from sdm_jax._primitive import define, has_cuda_module
 
@@ -24,6 +26,9 @@ except ImportError as error:
         "`pip install -e .` there, or with `pip install .` and import it from another folder."
     ) from error
 
+_ISAS = ("baseline", "avx2", "avx512")
+if (_asked := os.environ.get("SDM_CPU_ISA", _ISAS[0])) not in _ISAS:
+    raise ValueError(f"the environment variable SDM_CPU_ISA is {_asked!r}, needs to be one of {', '.join(_ISAS)}")
 _targets = {"cpu": _cpu.targets()}
 if has_cuda_module():
     from sdm_jax import _cuda  # type: ignore[attr-defined]
@@ -395,3 +400,39 @@ def _decode_xla(*x, platform):
 
 
 decode = define("sdm_decode", _decode_results, cpu=_decode_cpu, xla=_decode_xla)
+
+
+# Most factors that the CUDA kernels take, as in cuda/sdm.h.
+_MOST_CUDA_FACTORS = 32
+
+
+def _product_key_call(target, results, plain):
+    """Custom calls on product keys, for the CPU and for a GPU; `plain` serves the factors that a GPU's does not."""
+
+    def on_cpu(*x, factors, k):
+        call = jax.ffi.ffi_call(target, results(*x, factors=factors, k=k))
+        return call(*x, factors=np.asarray(factors, np.int64), k=k)
+
+    def on_cuda(*x, factors, k):
+        if len(factors) > _MOST_CUDA_FACTORS:
+            return plain(*x, factors=factors, k=k, platform="cuda")
+        return on_cpu(*x, factors=factors, k=k)
+
+    return define(target, results, cpu=on_cpu, cuda=on_cuda, xla=plain)
+
+
+def _product_key_topk_results(scores, *, factors, k):
+    del factors
+    row = (*scores.shape[:-1], k)
+    return [_struct(row, scores.dtype), _struct(row, jnp.int32)]
+
+
+def _product_key_topk_backward_results(d_values, ids, *, factors, k):
+    del ids, k
+    return [_struct((*d_values.shape[:-1], sum(factors)), d_values.dtype)]
+
+
+product_key_topk = _product_key_call("sdm_product_key_topk", _product_key_topk_results, _xla_product_key.select)
+product_key_topk_backward = _product_key_call(
+    "sdm_product_key_topk_backward", _product_key_topk_backward_results, _xla_product_key.select_backward
+)

@@ -70,7 +70,8 @@ def apart(arrays: Sequence[Any], in_place: Collection[int] = ()) -> list[Any]:
     """Operands or results of a custom call, but for those at the positions `in_place`, behind a barrier.
 
     XLA for GPUs may pull the slices that make operands (in a scan over segments, for one) into a custom call,
-    and the update of a larger array that takes a result. Such a call no longer works in place.
+    and the update of a larger array that takes a result. Such a call is no part of a command buffer: the host
+    launches it in every round of the scan. And what the result's array receives no longer lies where it was made.
     """
     others = [i for i in range(len(arrays)) if i not in in_place]
     held = iter(jax.lax.optimization_barrier(tuple(arrays[i] for i in others)))

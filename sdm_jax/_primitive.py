@@ -31,6 +31,14 @@ def has_cuda_module() -> bool:
     return importlib.util.find_spec("sdm_jax._cuda") is not None
 
 
+@functools.cache
+def gpu_refusal() -> str:
+    """Why the CUDA kernels cannot run on a GPU of this machine; empty if they can, or if it has none."""
+    from sdm_jax import _cuda  # type: ignore[attr-defined]
+
+    return _cuda.refusal()
+
+
 def choose_implementation(platform: str, asked: str | None, bank_dtype: Any = None) -> str:
     """The implementation that serves on a platform ("cpu", "cuda", "rocm", "tpu"), or an error that says why not."""
     if asked == "xla":
@@ -48,25 +56,35 @@ def choose_implementation(platform: str, asked: str | None, bank_dtype: Any = No
     if platform == "cpu":
         return "cpu"
     if platform == "cuda":
-        if has_cuda_module() and bank_dtype != jnp.float64:
+        if not has_cuda_module():
+            reason = "needs the CUDA module, which this installation of sdm_jax lacks"
+        elif bank_dtype == jnp.float64:
+            reason = "cannot serve a float64 bank; float32 and bfloat16 are supported"
+        elif gpu_refusal():
+            reason = f"cannot serve here: {gpu_refusal()}"
+        else:
             return "cuda"
         if asked == "cuda":
             raise UnsupportedConfigurationError(
-                "implementation='cuda' cannot serve a float64 bank; float32 and bfloat16 are supported."
-                if has_cuda_module()
-                else "implementation='cuda' needs the CUDA module, which this installation of sdm_jax lacks."
+                f"implementation='cuda' {reason}. implementation=None or 'xla' (plain JAX) runs."
             )
     return "xla"
 
 
 @functools.cache
-def _warn_no_cuda_module() -> None:
-    warnings.warn(
-        "sdm_jax was installed without its CUDA module, so plain JAX (implementation='xla') serves on this GPU. "
-        "To get the kernels, install sdm_jax from source with the environment variable SDM_CUDA=ON, where nvcc is "
-        "found.",
-        stacklevel=2,
-    )
+def _warn_no_kernels(reason: str) -> None:
+    warnings.warn(f"Plain JAX (implementation='xla') serves on this GPU: {reason}.", stacklevel=2)
+
+
+def _warn_if_no_kernels() -> None:
+    """Says once why a GPU gets plain JAX."""
+    if not has_cuda_module():
+        _warn_no_kernels(
+            "sdm_jax was installed without its CUDA module. To get the kernels, install it from source where nvcc is "
+            "found, with the environment variable SDM_CUDA=ON"
+        )
+    elif gpu_refusal():
+        _warn_no_kernels(gpu_refusal())
 
 
 def define(
@@ -96,8 +114,8 @@ def define(
 
     def lower(platform, ctx, *operands, implementation, **params):
         chosen = choose_implementation(platform, implementation, operands_dtype(ctx))
-        if platform == "cuda" and implementation is None and not has_cuda_module():
-            _warn_no_cuda_module()
+        if platform == "cuda" and implementation is None:
+            _warn_if_no_kernels()
         functions: dict[str, Callable[..., Arrays]] = {
             "cpu": cpu,
             "cuda": cuda or cpu,

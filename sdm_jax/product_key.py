@@ -4,6 +4,9 @@ A slot of a product key is one column of every factor, and its score is the sum 
 scores. The best `k` sums are found without forming the product: the factors are ranked one by one,
 and a pair of ranks `(i, j)` can only be among the best `k` if `(i + 1) (j + 1) <= k`, because each
 of the pairs below it on both axes is at least as good.
+
+The selection is a custom call on the CPU (ffi/cpu/product_key.h) and plain JAX elsewhere
+(_xla_product_key.py), with the same bits.
 """
 
 from __future__ import annotations
@@ -15,9 +18,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
+from sdm_jax import _calls
 from sdm_jax._layout import BANK_DTYPES
 from sdm_jax.checks import MAX_ENTRIES
 
@@ -97,130 +99,17 @@ def check_count(name: str, count: int, num_slots: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _topk(scores, factors, k):
-    return _select(scores, factors, k)
+    return tuple(_calls.product_key_topk(scores, factors=factors, k=k))
 
 
 def _topk_fwd(scores, factors, k):
-    values, ids = _select(scores, factors, k)
+    values, ids = _topk(scores, factors, k)
     return (values, ids), ids
 
 
 def _topk_bwd(factors, k, ids, cotangents):
     d_values, _ = cotangents
-    # Scatters in XLA's CPU backend run in the order of their updates. Elsewhere they may be atomic
-    # additions in any order, so there each column sums its own updates.
-    return (
-        lax.platform_dependent(
-            d_values,
-            ids,
-            cpu=functools.partial(_scatter_columns, factors=factors),
-            default=functools.partial(_sum_columns, factors=factors),
-        ),
-    )
+    return tuple(_calls.product_key_topk_backward(d_values, ids, factors=factors, k=k))
 
 
 _topk.defvjp(_topk_fwd, _topk_bwd)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _select(scores, factors, k):
-    dtype = scores.dtype
-    scores = jnp.where(jnp.isnan(scores), -jnp.inf, scores)
-    parts = jnp.split(scores.astype(jnp.float32), np.cumsum(factors)[:-1], axis=-1)
-    best, ids = _rank_columns(parts[0], k)
-    for part, n in zip(parts[1:], factors[1:], strict=True):
-        next_best, columns = _rank_columns(part, k)
-        i, j = _pairs(best.shape[-1], next_best.shape[-1], k)
-        sums = _add(best[..., i], next_best[..., j], dtype)
-        best, position = _top(sums, min(k, len(i)))
-        ids = _take(ids[..., i] * n + columns[..., j], position)
-    ids = lax.sort(ids)
-    # Summing again from the columns costs less than carrying the values through the sort.
-    columns = _columns(ids, factors)
-    acc = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    values = _take(scores, columns[0]).astype(acc)
-    for column in columns[1:]:
-        values = _add(values, _take(scores, column).astype(acc), dtype)
-    return values.astype(dtype), ids
-
-
-def _add(a, b, dtype):
-    """Sum of partial scores, rounded to the dtype of the scores; inf - inf is a NaN, so -inf."""
-    total = a + b
-    total = jnp.where(jnp.isnan(total), -jnp.inf, total)
-    if dtype == jnp.bfloat16:
-        # XLA may drop a pair of conversions as excess precision, but not this.
-        total = lax.reduce_precision(total, exponent_bits=8, mantissa_bits=7)
-    return total
-
-
-@functools.cache
-def _pairs(num_i: int, num_j: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of ranks that can win, in the order in which they win on equal sums."""
-    pairs = [(i, j) for i in range(num_i) for j in range(min(num_j, k // (i + 1)))]
-    pairs.sort(key=lambda pair: (pair[0] + pair[1], pair[0]), reverse=True)
-    i, j = np.asarray(pairs, np.int32).T
-    return i, j
-
-
-def _rank_columns(part, k):
-    """Scores and columns of the best `min(k, n)` of a factor, best first, the larger column first on ties."""
-    n = part.shape[-1]
-    best, position = _top(part[..., ::-1], min(k, n))
-    return best, n - 1 - position
-
-
-def _top(x, count):
-    """`lax.top_k` of float32 without NaN: the first of equals first, -0 below +0, on every platform."""
-    return lax.platform_dependent(
-        x,
-        # The CPU backend has a fast top-k for float32 alone, and it orders zeros by their signs.
-        cpu=lambda x: tuple(lax.top_k(x, count)),
-        default=functools.partial(_top_by_bits, count=count),
-    )
-
-
-def _top_by_bits(x, count):
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
-    _, position = lax.top_k(keys, count)
-    return _take(x, position), position
-
-
-def _take(x, index):
-    return jnp.take_along_axis(x, index, axis=-1, mode="promise_in_bounds")
-
-
-def _columns(ids, factors):
-    """Of every factor, the columns of `scores` that the slots name."""
-    columns = []
-    end = sum(factors)
-    for n in reversed(factors):
-        end -= n
-        columns.append(ids % n + end)
-        ids = ids // n
-    return columns[::-1]
-
-
-def _scatter_columns(d_values, ids, *, factors):
-    acc = jnp.promote_types(d_values.dtype, jnp.float32)
-    *lead, k = ids.shape
-    num_rows = math.prod(lead)
-    rows = jnp.arange(num_rows)[:, None]
-    updates = d_values.reshape(num_rows, k).astype(acc)
-    sums = jnp.zeros((num_rows, sum(factors)), acc)
-    for column in _columns(ids.reshape(num_rows, k), factors):
-        sums = sums.at[rows, column].add(updates, mode="promise_in_bounds")
-    return sums.reshape(*lead, sum(factors)).astype(d_values.dtype)
-
-
-def _sum_columns(d_values, ids, *, factors):
-    acc = jnp.promote_types(d_values.dtype, jnp.float32)
-    wide = d_values.astype(acc)[..., :, None]
-    sums = []
-    start = 0
-    for n, column in zip(factors, _columns(ids, factors), strict=True):
-        hit = column[..., :, None] == lax.broadcasted_iota(jnp.int32, (*ids.shape, n), ids.ndim) + start
-        sums.append(jnp.where(hit, wide, 0).sum(-2))
-        start += n
-    return jnp.concatenate(sums, axis=-1).astype(d_values.dtype)

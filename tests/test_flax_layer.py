@@ -5,11 +5,20 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 from sdm_jax import reference
-from sdm_jax.flax import BankParam, GateParam, SDMState, SparseDeltaMemory
+from sdm_jax.flax import (
+    BankParam,
+    GateParam,
+    SDMState,
+    SparseDeltaMemory,
+    count_parameters,
+    weight_decay_mask,
+)
 from sdm_jax.flax.layer import ACTIVATIONS
 from sdm_jax.product_key import product_key_topk
 
@@ -17,7 +26,7 @@ SMALL = {"num_heads": 2, "slots_per_head": 36, "num_writes": 4, "num_reads": 5}
 
 
 def make(dim=8, seed=0, **settings):
-    return SparseDeltaMemory(dim, rngs=nnx.Rngs(seed), **(SMALL | settings))
+    return SparseDeltaMemory(dim, **({"rngs": nnx.Rngs(seed)} | SMALL | settings))
 
 
 def features(batch=2, tokens=50, dim=8, dtype=jnp.float32, seed=1):
@@ -56,13 +65,13 @@ def by_the_words(layer, x, bank):
     v = split(x @ layer.value.kernel[...])
     beta = split(1 / (1 + jnp.exp(-(x @ layer.strength.kernel[...]))))
     step = jnp.log1p(jnp.exp(x @ layer.decay.kernel[...] + layer.dt_bias[...].reshape(1, 1, -1)))
-    g = split(-jnp.exp(layer.a_log[...]).reshape(1, 1, -1) * step)
+    g = split(-jnp.exp(layer.A_log[...]).reshape(1, 1, -1) * step)
     if layer.key_weighted_decay:
         g = g * k_val
     y, bank = reference.write_read(bank, k_idx, k_val, v, beta, g, q_idx, q_val)
     y = y.transpose(0, 2, 1, 3)
     if layer.readings_norm is not None:
-        y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-6)
+        y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + 1e-5)
     y = y.reshape(batch, tokens, heads * width)
     if layer.output_gate is not None:
         y = y / (1 + jnp.exp(-(x @ layer.output_gate.kernel[...])))
@@ -96,7 +105,8 @@ def test_is_the_specification(settings):
         layer = make(param_dtype=jnp.float64, **settings)
         x = features(dtype=jnp.float64)
         y, state = run(layer, x)
-        bank = jnp.zeros((layer.num_heads, 36, layer.head_dim)) if layer.bank is None else layer.bank[...]
+        shape = (layer.num_heads, 36, layer.head_dim)
+        bank = jnp.zeros(shape) if layer.bank is None else layer.bank[...].reshape(shape)
         expected, bank = jax.jit(by_the_words)(layer, x, jnp.broadcast_to(bank, (2, *bank.shape)))
         np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(state.bank, bank, rtol=0, atol=1e-12)
@@ -110,7 +120,7 @@ def gated_delta_rule(layer, x, state):
     values = x @ layer.value.kernel[...]
     strength = jax.nn.sigmoid(x @ layer.strength.kernel[...])
     step = jax.nn.softplus(x @ layer.decay.kernel[...] + layer.dt_bias[...].reshape(1, 1, 1))
-    alpha = jnp.exp(-jnp.exp(layer.a_log[...]).reshape(1, 1, 1) * step)
+    alpha = jnp.exp(-jnp.exp(layer.A_log[...]).reshape(1, 1, 1) * step)
 
     def token(state, inputs):
         q, k, v, b, a = inputs
@@ -187,6 +197,52 @@ def test_pieces_equal_one_pass():
         assert state.tokens == 40
 
 
+def test_every_split_equals_one_pass():
+    """A prefill of any length, then the rest at once: to rounding of float64."""
+    with jax.enable_x64(True):
+        layer = make(
+            chunk_size=16, query_batchnorm=True, key_weighted_decay=True, use_bias=True, param_dtype=jnp.float64
+        )
+        layer.eval()
+        x = features(tokens=20, dtype=jnp.float64)
+        y, whole = run(layer, x)
+        for split in range(21):
+            first, state = run(layer, x[:, :split], layer.init_state(2))
+            last, state = run(layer, x[:, split:], state)
+            np.testing.assert_allclose(jnp.concatenate([first, last], axis=1), y, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(state.bank, whole.bank, rtol=0, atol=1e-12)
+            assert state.tokens == 20
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_donated_state_stays_in_place(tokens):
+    layer = make(16, slots_per_head=1024)
+    step = jax.jit(lambda layer, x, state: layer(x, state), donate_argnums=2)
+    state = jax.tree.map(jnp.copy, layer.init_state(2))
+    x = features(tokens=tokens, dim=16)
+    hlo = step.lower(layer, x, state).compile().as_text()
+    assert "f32[2,2,1024,8]" in hlo
+    assert not re.findall(r"f32\[2,2,1024,8\]\S* copy\(", hlo)
+    address = state.bank.unsafe_buffer_pointer()
+    _, state = step(layer, x, state)
+    assert state.bank.unsafe_buffer_pointer() == address
+
+
+def test_state_is_saved_and_restored(tmp_path):
+    layer = make(dtype="bfloat16")
+    x = features(tokens=30)
+    _, state = run(layer, x[:, :20])
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: layer.init_state(2)))
+    assert isinstance(restored, SDMState)
+    (y, after), (want_y, want) = run(layer, x[:, 20:], restored), run(layer, x[:, 20:], state)
+    np.testing.assert_array_equal(y, want_y)
+    jax.tree.map(np.testing.assert_array_equal, after, want)
+    assert after.tokens == 30
+
+
 def test_gradient_of_learned_bank_sums_over_the_batch():
     layer = make()
     x = features(batch=3)
@@ -197,7 +253,7 @@ def test_gradient_of_learned_bank_sums_over_the_batch():
 
     (together,) = jax.tree.leaves(bank_gradient(layer, x))
     apart = sum(jax.tree.leaves(bank_gradient(layer, x[i : i + 1]))[0] for i in range(3))
-    assert together.shape == (2, 36, 4)
+    assert together.shape == (2 * 36, 4)
     np.testing.assert_allclose(together, apart, rtol=0, atol=1e-4)
 
 
@@ -242,10 +298,10 @@ def test_initial_values():
         assert np.abs(kernel).max() <= 3 * dim**-0.5
         assert np.std(kernel) == pytest.approx(dim**-0.5, rel=0.05)
         assert not projection.bias[...].any()
-    a = np.exp(layer.a_log[...])
+    a = np.exp(layer.A_log[...])
     assert 0 < a.min() < 2
     assert 14 < a.max() <= 16
-    assert np.exp(make(a_init_range=(0.0, 0.0)).a_log[...]) == pytest.approx(1e-4)
+    assert np.exp(make(A_init_range=(0.0, 0.0)).A_log[...]) == pytest.approx(1e-4)
     dt = np.log1p(np.exp(layer.dt_bias[...]))
     assert 0.99e-3 < dt.min() < 3e-3
     assert 0.03 < dt.max() < 0.101
@@ -253,17 +309,66 @@ def test_initial_values():
 
 def test_parameters_can_be_told_apart():
     layer = make(query_batchnorm=True)
-    banks, gates, others = nnx.split_state(nnx.state(layer, nnx.Param), BankParam, GateParam, ...)
-    assert [x.shape for x in jax.tree.leaves(banks)] == [(2, 36, 4)]
-    assert set(gates) == {"a_log", "dt_bias"}
+    params = nnx.state(layer, nnx.Param)
+    banks, gates, others = nnx.split_state(params, BankParam, GateParam, ...)
+    assert [x.shape for x in jax.tree.leaves(banks)] == [(2 * 36, 4)]
+    assert set(gates) == {"A_log", "dt_bias"}
     assert {"write_scores", "write_norm", "output"} <= set(others)
+    active = 2 * 8 * 24 + 8 * 8 * 3 + 2 * 8 * 2 + 4 * 24 + 2 * 4 + 4
+    assert count_parameters(layer) == count_parameters(params) == (active, 2 * 36 * 4)
 
 
-def test_partitioning_metadata_is_kept():
+def test_weight_decay_is_for_matrices():
+    params = nnx.state(make(query_batchnorm=True, use_bias=True), nnx.Param)
+    optimizer = optax.adamw(1.0, weight_decay=0.5, mask=weight_decay_mask)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zeros, optimizer.init(params), params)
+    after = optax.apply_updates(params, updates)
+    decayed = {
+        jax.tree_util.keystr(path)
+        for (path, x), y in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(after), strict=True)
+        if (x != y).any()
+    }
+    projections = ("write_scores", "read_scores", "value", "decay", "strength", "output_gate", "output")
+    assert decayed == {f"['{name}']['kernel'].value" for name in projections}
+
+
+def test_weight_decay_mask_in_an_optimizer_of_nnx():
+    layer = make()
+    optimizer = nnx.Optimizer(layer, optax.adamw(1e-2, weight_decay=0.5, mask=weight_decay_mask), wrt=nnx.Param)
+    before = jax.tree.map(np.array, nnx.state(layer, nnx.Param))
+    optimizer.update(layer, jax.tree.map(jnp.zeros_like, before))
+    after = nnx.state(layer, nnx.Param)
+    np.testing.assert_array_equal(after["A_log"][...], before["A_log"][...])
+    assert (after["value"]["kernel"][...] != before["value"]["kernel"][...]).any()
+
+
+def test_partitioning_metadata():
+    """As `nnx.Linear` has it: through the initializers, or as metadata of the parameters."""
+    normal = nnx.initializers.normal()
+    columns, rows = (None, "model"), ("model", None)
     with jax.set_mesh(jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
-        layer = make(kernel_init=nnx.with_partitioning(nnx.initializers.normal(), (None, "model")))
-    kernel = nnx.get_partition_spec(nnx.state(layer))["value"]["kernel"]
-    assert kernel.get_value() == jax.sharding.PartitionSpec(None, "model")
+        by_init = make(
+            kernel_init=nnx.with_partitioning(normal, columns),
+            out_kernel_init=nnx.with_partitioning(normal, rows),
+            bias_init=nnx.with_partitioning(nnx.initializers.zeros, ("model",)),
+            bank_init=nnx.with_partitioning(normal, rows),
+            use_bias=True,
+        )
+        by_metadata = make(
+            kernel_metadata={"out_sharding": columns},
+            out_kernel_metadata={"out_sharding": rows},
+            bias_metadata={"out_sharding": ("model",)},
+            bank_metadata={"out_sharding": rows, "note": "bank"},
+            use_bias=True,
+        )
+    for layer in (by_init, by_metadata):
+        specs = nnx.get_partition_spec(nnx.state(layer, nnx.Param))
+        assert specs["value"]["kernel"].get_value() == jax.sharding.PartitionSpec(*columns)
+        assert specs["output"]["kernel"].get_value() == jax.sharding.PartitionSpec(*rows)
+        assert specs["value"]["bias"].get_value() == jax.sharding.PartitionSpec("model")
+        assert specs["bank"].get_value() == jax.sharding.PartitionSpec(*rows)
+    assert by_metadata.bank.note == "bank"
 
 
 def test_bfloat16():
@@ -282,19 +387,20 @@ def test_bfloat16():
     assert y.dtype == jnp.bfloat16
 
 
-def test_clone_steps_with_a_donated_state():
-    layer = make()
+@pytest.mark.parametrize(("heads", "batch"), [(1, 1), (2, 3)])
+def test_clone_steps_with_a_donated_state(heads, batch):
+    layer = make(num_heads=heads)
     clone = nnx.clone(layer)
     step = jax.jit(lambda layer, x, state: layer(x, state), donate_argnums=2)
-    x = features(tokens=1)
+    x = features(batch=batch, tokens=1)
     ys = []
     for module in (layer, clone):
-        state = module.init_state(2)
+        state = module.init_state(batch)
         for _ in range(3):
             y, state = step(module, x, state)
         ys.append(y)
     np.testing.assert_array_equal(*ys)
-    assert layer.init_state(2).bank.shape == (2, 2, 36, 4)
+    assert np.isfinite(layer.init_state(batch).bank).all()  # the parameter was not donated with it
 
 
 def test_transformations():
@@ -314,9 +420,13 @@ def test_transformations():
 
 @pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)], ids=str)
 def test_empty(shape):
-    y, state = make()(jnp.zeros(shape))
+    layer = make(query_batchnorm=True)
+    statistics = jax.tree.map(np.array, nnx.state(layer, nnx.BatchStat))
+    y, state = layer(jnp.zeros(shape))
     assert y.shape == shape
     assert state.tokens == shape[1]
+    np.testing.assert_array_equal(state.bank, layer.init_state(shape[0]).bank)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(layer, nnx.BatchStat), statistics)
 
 
 @pytest.mark.parametrize(
@@ -328,8 +438,8 @@ def test_empty(shape):
             ValueError,
             r"num_heads must divide dim \(8\), got 3; the nearest valid value is 2",
         ),
-        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer, got 2.0"),
-        ({"slots_per_head": 40}, ValueError, "slots_per_head must be a square.*got 40; the nearest.* is 36"),
+        ({"num_heads": 2.0}, TypeError, "num_heads must be an integer, got 2.0; the nearest valid value is 2"),
+        ({"slots_per_head": 40}, ValueError, "slots_per_head must be a square number, got 40; the nearest.* is 36"),
         ({"product_key_factors": (4, 8)}, ValueError, "slots_per_head must be the product.*nearest.* is 32"),
         ({"product_key_factors": (6, 6.0)}, TypeError, "product_key_factors must be a sequence of integers"),
         ({"num_writes": 0}, ValueError, "num_writes must be in 1..36 .*nearest valid value is 1"),
@@ -342,11 +452,11 @@ def test_empty(shape):
         ({"output_gate": 1}, TypeError, "output_gate must be True or False, got 1"),
         ({"query_batchnorm": None}, TypeError, "query_batchnorm must be True or False"),
         (
-            {"a_init_range": (4.0, 1.0)},
+            {"A_init_range": (4.0, 1.0)},
             ValueError,
-            r"a_init_range must be.*nearest valid value is \(1.0, 4.0\)",
+            r"A_init_range must be.*nearest valid value is \(1.0, 4.0\)",
         ),
-        ({"a_init_range": 3}, TypeError, "a_init_range must be a pair"),
+        ({"A_init_range": 3}, TypeError, "A_init_range must be a pair"),
         (
             {"snapshot_quant": "int8"},
             ValueError,
@@ -354,9 +464,9 @@ def test_empty(shape):
         ),
         ({"grad_bank_dtype": "bfloat16"}, TypeError, "grad_bank_dtype must be float32"),
         (
-            {"grad_bank_dtype": "float32", "dtype": "float64"},
+            {"dtype": "float64"},
             ValueError,
-            "grad_bank_dtype must be None for a float64 bank.*nearest valid value is None",
+            "dtype float64 needs jax_enable_x64; the nearest valid value is float32",
         ),
         (
             {"chunk_size": 8},
@@ -366,6 +476,13 @@ def test_empty(shape):
         ({"implementation": "gpu"}, ValueError, "implementation must be one of None, 'cpu'.*value is 'cpu'"),
         ({"dtype": "float16"}, TypeError, "dtype must be float32, bfloat16, float64, got float16"),
         ({"param_dtype": "int8"}, TypeError, "param_dtype must be float32.*got int8"),
+        ({"kernel_init": 3}, TypeError, "kernel_init must be a function.*got 3"),
+        ({"out_kernel_init": "normal"}, TypeError, "out_kernel_init must be a function"),
+        ({"bias_init": None}, TypeError, "bias_init must be a function.*got None"),
+        ({"bank_init": jnp.zeros(3)}, TypeError, "bank_init must be a function"),
+        ({"kernel_metadata": ("model",)}, TypeError, "kernel_metadata must be a mapping"),
+        ({"bank_metadata": {1: 2}}, TypeError, "bank_metadata must be a mapping from names"),
+        ({"rngs": 0}, TypeError, r"rngs must be flax.nnx.Rngs, such as nnx.Rngs\(0\), got 0"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -374,14 +491,48 @@ def test_bad_settings(settings, error, message):
         make(**settings)
 
 
-def test_bad_calls():
-    layer = make()
-    with pytest.raises(ValueError, match=r"x must be \[batch, tokens, 8\], got shape \(2, 8\)"):
-        layer(jnp.zeros((2, 8)))
-    with pytest.raises(ValueError, match=r"state.bank must be \(2, 2, 36, 4\)"):
-        layer(jnp.zeros((2, 5, 8)), layer.init_state(3))
+def test_float64_bank_has_no_other_gradient():
+    with (
+        jax.enable_x64(True),
+        pytest.raises(
+            ValueError, match=r"grad_bank_dtype must be None for a float64 bank.*nearest valid value is None"
+        ),
+    ):
+        make(grad_bank_dtype="float32", dtype="float64")
+
+
+X = np.zeros((2, 5, 8), np.float32)
+BANK = np.zeros((2, 2, 36, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("x", "state", "error", "message"),
+    [
+        (X[0], None, ValueError, r"x must be \[batch, tokens, 8\], got shape \(5, 8\)"),
+        (X[..., :7], None, ValueError, r"x must be \[batch, tokens, 8\], got shape \(2, 5, 7\)"),
+        (X.tolist(), None, TypeError, r"x must be an array \[batch, tokens, 8\], got list"),
+        (None, None, TypeError, "x must be an array.*got NoneType"),
+        (X.astype(int), None, TypeError, "x must have a floating-point dtype, got int64"),
+        (X.astype(complex), None, TypeError, "x must have a floating-point dtype, got complex128"),
+        (X, (BANK, 0), TypeError, "state must be an SDMState, as init_state gives it, or None, got tuple"),
+        (X, SDMState(BANK[:1], np.int32(0)), TypeError, "state.tokens must be an array, got int32"),
+        (X, SDMState(None, np.array(0)), TypeError, "state.bank must be an array, got NoneType"),
+        (X, SDMState(BANK.astype("float16"), np.array(0)), TypeError, "state.bank must be float32.*got float16"),
+        (X, SDMState(BANK[:1], np.array(0)), ValueError, r"state.bank must be \(2, 2, 36, 4\).*got \(1, 2, 36, 4\)"),
+        (X, SDMState(BANK, np.zeros(2, int)), TypeError, "state.tokens must be an integer scalar"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_calls(x, state, error, message):
+    with pytest.raises(error, match=message):
+        make()(x, state)
+
+
+def test_bad_state():
     with pytest.raises(TypeError, match="dtype must be"):
-        layer.init_state(2, jnp.float16)
+        make().init_state(2, jnp.float16)
+    with pytest.raises(ValueError, match="batch must be at least 0"):
+        make().init_state(-1)
 
 
 def test_every_activation_is_finite():

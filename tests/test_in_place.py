@@ -212,7 +212,7 @@ def test_working_memory_does_not_grow(implementation, slots):
     # Longer than a slab: 1024 tokens on a CPU, 16384 of these streams on a GPU. Plain JAX works in slabs of 1024
     # tokens too and needs a loop for more than one.
     few, many = {"cpu": (1024, 16384), "xla": (2048, 16384), "cuda": (32768, 131072)}[implementation]
-    assert temp_bytes(many) == temp_bytes(few)
+    assert temp_bytes(many) <= temp_bytes(few)
 
 
 # ---- the caller's array

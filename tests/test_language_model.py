@@ -9,7 +9,16 @@ import optax
 import pytest
 from flax import nnx
 
-from sdm_jax.flax import Attention, LanguageModel, LanguageModelConfig, generate
+from sdm_jax.flax import (
+    Attention,
+    AttentionState,
+    ByteTokenizer,
+    LanguageModel,
+    LanguageModelConfig,
+    generate,
+    generate_stream,
+    generate_text,
+)
 
 SMALL = LanguageModelConfig(
     layers=("swa", "sdm", "attention"),
@@ -106,12 +115,77 @@ def test_generate():
     np.testing.assert_array_equal(greedy, logits[:, 8:-1].argmax(-1))
     warm = generate(model, prompt, 6, temperature=2.0, seed=3)
     np.testing.assert_array_equal(warm, generate(model, prompt, 6, temperature=2.0, seed=3))
+    np.testing.assert_array_equal(warm, jnp.stack(list(generate_stream(model, prompt, 6, temperature=2.0, seed=3)), 1))
     assert (warm != generate(model, prompt, 6, temperature=2.0, seed=4)).any()
     assert generate(model, prompt, 0).shape == (2, 0)
+    assert list(generate_stream(model, prompt, 0)) == []
+
+
+def test_generate_ignores_the_mode():
+    """In `train()` mode BatchNorm would normalise each new token by itself."""
+    model = make(memory={**SMALL.memory, "query_batchnorm": True})
+    model.eval()
+    expected = generate(model, text(tokens=9), 5, temperature=0)
+    model.train()
+    statistics = jax.tree.map(np.array, nnx.state(model, nnx.BatchStat))
+    np.testing.assert_array_equal(generate(model, text(tokens=9), 5, temperature=0), expected)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.BatchStat), statistics)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "error", "message"),
+    [
+        ((text()[:, :0], 6), {}, ValueError, "prompt must be .* with at least one token"),
+        ((text()[0], 6), {}, ValueError, r"prompt must be \[batch, tokens\]"),
+        ((text() / 2, 6), {}, TypeError, "prompt must have an integer dtype, got float32"),
+        ((text(), 2.5), {}, TypeError, "length must be an integer, got 2.5"),
+        ((text(), -1), {}, ValueError, "length must be at least 0"),
+        ((text(), 6), {"temperature": -1.0}, ValueError, "temperature must be at least 0"),
+        ((text(), 6), {"temperature": float("nan")}, ValueError, "temperature must be finite"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_generation(arguments, settings, error, message):
+    for function in (generate, generate_stream):
+        with pytest.raises(error, match=message):
+            function(make(), *arguments, **settings)
+
+
+class WordTokenizer:
+    """Any object will do that has these two."""
+
+    words = ("slot", "bank", "delta")
+
+    def encode(self, text):
+        return [self.words.index(word) for word in text.split()]
+
+    def decode(self, tokens):
+        return "".join(f" {self.words[token % 3]}" for token in tokens)
+
+
+def test_generate_text():
+    model = make(vocab_size=256)
+    ids = generate(model, jnp.array([list(b"slot")]), 40, temperature=2.0)[0]
+    pieces = list(generate_text(model, ByteTokenizer(), "slot", 40, temperature=2.0))
+    assert "".join(pieces) == bytes(ids.tolist()).decode(errors="replace")
+    words = list(generate_text(make(), WordTokenizer(), "bank slot", 5))
+    assert len(words) == 5
+    assert all(word[1:] in WordTokenizer.words for word in words)
+    with pytest.raises(ValueError, match=r"prompt has tokens of 100\.\.195, but the model knows those below 50"):
+        generate_text(make(), ByteTokenizer(), "déjà", 5)
     with pytest.raises(ValueError, match="at least one token"):
-        generate(model, prompt[:, :0], 6)
-    with pytest.raises(ValueError, match="temperature must be at least 0"):
-        generate(model, prompt, 6, temperature=-1.0)
+        generate_text(model, ByteTokenizer(), "", 5)
+
+
+def test_characters_of_several_bytes_come_whole(monkeypatch):
+    said = "naïve ☃ 🙂\n".encode() + b"\xff!\xe2\x98"
+    monkeypatch.setattr(
+        "sdm_jax.flax.generation.generate_stream", lambda *args, **settings: (np.array([byte]) for byte in said)
+    )
+    pieces = list(generate_text(make(vocab_size=256), ByteTokenizer(), "x", 1))
+    assert pieces[2:4] == ["ï", "v"]
+    assert "🙂" in pieces
+    assert "".join(pieces) == said.decode(errors="replace")
 
 
 def test_samples_follow_the_distribution():
@@ -151,6 +225,41 @@ def test_learns_a_fixed_batch():
     assert losses[-1] < 0.1
 
 
+def test_untied_head():
+    model = make(tie_head=False)
+    hidden = jax.random.normal(jax.random.key(0), (2, 16))
+    tokens = text()
+    changed = nnx.clone(model)
+    changed.head.kernel[...] += hidden.T @ jnp.zeros((2, 50)) + 1.0
+    assert (run(model, tokens)[0] != run(changed, tokens)[0]).all()
+    assert make().head is None
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))) == 16 * 50 + sum(
+        x.size for x in jax.tree.leaves(nnx.state(make(), nnx.Param))
+    )
+
+
+def test_remat_computes_blocks_again():
+    """The same losses, gradients and statistics, with less kept for the backward."""
+    tokens = text(batch=4, tokens=32)
+
+    def parts(remat):
+        model = make(remat=remat, layers=("sdm", "swa"), memory={**SMALL.memory, "query_batchnorm": True})
+        graph, params, statistics = nnx.split(model, nnx.Param, ...)
+
+        def loss(params):
+            model = nnx.merge(graph, params, statistics, copy=True)
+            logits, _ = model(tokens)
+            return jnp.sin(logits).sum(), nnx.state(model, nnx.BatchStat)
+
+        kept = jax.eval_shape(lambda params: jax.vjp(loss, params, has_aux=True)[1], params)
+        results = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+        return results, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept))
+
+    (remat, remat_bytes), (plain, plain_bytes) = parts(True), parts(False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), remat, plain)
+    assert remat_bytes < 0.3 * plain_bytes
+
+
 def test_dtype():
     model = make(dtype="bfloat16")
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -167,13 +276,17 @@ def test_dtype():
         ({"layers": ("swa", "smd")}, ValueError, r"layers\[1\] must be one of.*nearest valid value is 'sdm'"),
         ({"dim": 0}, ValueError, "dim must be at least 1"),
         ({"num_heads": 3}, ValueError, r"num_heads must divide dim \(16\), got 3"),
-        ({"num_heads": 16}, ValueError, "must be even"),
+        ({"num_heads": 16}, ValueError, "num_heads must give heads of an even width, got 16.*nearest valid value is 8"),
         ({"window": 0}, ValueError, "window must be at least 1"),
         ({"hidden_dim": 0}, ValueError, "hidden_dim must be at least 1"),
         ({"vocab_size": 2.5}, TypeError, "vocab_size must be an integer"),
         ({"dtype": "float16"}, TypeError, "dtype must be float32"),
         ({"memory": {"slots_per_head": 40}}, ValueError, "slots_per_head must be a square"),
-        ({"memory": {"slots": 36}}, TypeError, "slots"),
+        ({"memory": {"num_slots": 36}}, ValueError, "a name in memory must be one of.*nearest valid value is 'num_"),
+        ({"memory": 36}, TypeError, "memory must be a mapping"),
+        ({"tie_head": 1}, TypeError, "tie_head must be True or False"),
+        ({"remat": "all"}, TypeError, "remat must be True or False"),
+        ({"layers": 4}, ValueError, "layers must be a sequence"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
@@ -186,3 +299,60 @@ def test_attention_needs_a_length_for_its_cache():
     with pytest.raises(ValueError, match="max_length must be given"):
         make().init_cache(2)
     make(layers=("swa", "sdm")).init_cache(2)
+
+
+def test_bad_arguments_of_the_constructors():
+    with pytest.raises(TypeError, match="config must be a LanguageModelConfig, got dict"):
+        LanguageModel({"dim": 16}, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"rngs must be flax\.nnx\.Rngs"):
+        LanguageModel(SMALL, rngs=jax.random.key(0))
+    with pytest.raises(TypeError, match="kernel_init must be a function"):
+        Attention(16, 2, kernel_init=3, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="dtype must be float32"):
+        Attention(16, 2, dtype="int8", rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        (text() * 1.0, TypeError, "tokens must have an integer dtype, got float32"),
+        (text()[0], ValueError, r"tokens must be \[batch, tokens\], got shape \(37,\)"),
+        ([[1, 2]], TypeError, r"tokens must be an array \[batch, tokens\], got list"),
+        (None, TypeError, "tokens must be an array.*got NoneType"),
+    ],
+    ids=["float", "one_axis", "list", "none"],
+)
+def test_bad_tokens(tokens, error, message):
+    with pytest.raises(error, match=message):
+        make()(tokens)
+
+
+def test_bad_cache():
+    model = make()
+    cache = model.init_cache(2, 40)
+    for bad, error, message in [
+        (model.init_cache(3, 40), ValueError, r"cache\[0\] is of 3 texts, but tokens are of 2"),
+        (cache[:2], ValueError, "cache must have 3 states, one a layer, got 2"),
+        (cache[::-1][1:] + cache[:1], TypeError, r"cache\[0\] must be an AttentionState, got SDMState"),
+        (cache[0], TypeError, "cache must be a tuple, as init_cache gives it, or None, got AttentionState"),
+        (make(dtype="bfloat16").init_cache(2, 40), TypeError, "state.keys must be an array of float32, got bfloat16"),
+        (make(window=4).init_cache(2, 40), ValueError, r"state.keys must be \[2, 8, 2, 8\] for x of shape"),
+    ]:
+        with pytest.raises(error, match=message):
+            model(text(), bad)
+
+
+def test_bad_attention_calls():
+    layer = Attention(16, 2, rngs=nnx.Rngs(0))
+    x = jnp.zeros((2, 5, 16))
+    state = layer.init_state(2, 9)
+    for arguments, error, message in [
+        (([1.0],), TypeError, r"x must be an array \[batch, tokens, 16\], got list"),
+        ((x[0],), ValueError, r"x must be \[batch, tokens, 16\]"),
+        ((x, (state.keys, state.values)), TypeError, "state must be an AttentionState.*got tuple"),
+        ((x[:1], state), ValueError, r"state.keys must be \[1, L, 2, 8\]"),
+        ((x, AttentionState(state.keys, None, state.tokens)), TypeError, "state.values must be an array of float32"),
+        ((jnp.zeros((2, 10, 16)), state), ValueError, "max_length=9 tokens, got 10 at once"),
+    ]:
+        with pytest.raises(error, match=message):
+            layer(*arguments)

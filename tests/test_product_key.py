@@ -1,15 +1,20 @@
 """`product_key_topk` against a NumPy search over all slots that may win, in the order of section 6."""
 
+import contextlib
 import functools
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import NATIVE, cpu_device
 
-from sdm_jax import product_key
+from sdm_jax import _calls, _xla_product_key
 from sdm_jax.product_key import product_key_topk
 
 DTYPES = ("float32", "bfloat16")
@@ -109,17 +114,51 @@ def test_wins_over_all_sums():
     np.testing.assert_array_equal(values, np.take_along_axis(sums, ids, 1))
 
 
-def test_platforms_agree():
-    """The order by bits that serves other platforms is the order of the CPU's top-k."""
-    pool = np.float32([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38])
-    x = jnp.asarray(np.random.default_rng(3).choice(pool, (20, 12)))
-    for a, b in zip(product_key._top(x, 7), product_key._top_by_bits(x, 7), strict=True):
-        assert same_bits(a, b)
-    ids = product_key_topk(x, (4, 8), 6)[1]
-    d_values = jnp.asarray(np.random.default_rng(4).standard_normal((20, 6)), jnp.float32)
-    a = product_key._scatter_columns(d_values, ids, factors=(4, 8))
-    b = product_key._sum_columns(d_values, ids, factors=(4, 8))
-    np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("implementation", NATIVE)
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64"])
+@pytest.mark.parametrize(("factors", "k"), [*SHAPES, ((300,), 200), ((2,) * 9, 100)], ids=str)
+def test_implementations_agree(factors, k, dtype, implementation):
+    """The custom calls and both forms of the plain JAX give the same bits."""
+    if (implementation, dtype) == ("cuda", "float64"):
+        implementation = None  # plain JAX serves
+    pool = np.float32([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 3e38])
+    rng = np.random.default_rng(3)
+    with jax.enable_x64(dtype == "float64"):
+        for draw in (lambda shape: rng.choice(pool, shape), lambda shape: rng.standard_normal(shape)):
+            scores = np.asarray(jnp.asarray(draw((21, sum(factors))), dtype))
+            d_values = np.asarray(jnp.asarray(rng.standard_normal((21, k)), dtype))
+            with cpu_device() if implementation == "cpu" else contextlib.nullcontext():
+                settings = dict(factors=factors, k=k, implementation=implementation)
+                values, ids = _calls.product_key_topk(scores, **settings)
+                (d_scores,) = _calls.product_key_topk_backward(d_values, ids, **settings)
+            for platform in ("cpu", "tpu"):
+                plain = functools.partial(jax.jit, static_argnames=("factors", "k", "platform"))
+                settings = dict(factors=factors, k=k, platform=platform)
+                with cpu_device():
+                    found = plain(_xla_product_key.select)(scores, **settings)
+                    (d,) = plain(_xla_product_key.select_backward)(d_values, np.asarray(ids), **settings)
+                assert same_bits(values, found[0])
+                assert same_bits(ids, found[1])
+                tolerance = {"bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-12}[dtype]
+                np.testing.assert_allclose(np.float64(d), np.float64(d_scores), rtol=tolerance, atol=tolerance)
+                if platform == "cpu" and implementation is not None:
+                    assert same_bits(d, d_scores)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+def test_instruction_sets_agree(isa):
+    code = (
+        "import jax.numpy as jnp, numpy as np, hashlib, sdm_jax\n"
+        "x = jnp.asarray(np.random.default_rng(0).standard_normal((37, 40)), jnp.float32)\n"
+        "out = [*sdm_jax.product_key_topk(x, (20, 20), 33), *sdm_jax.product_key_topk(x, (4, 6, 30), 9)]\n"
+        "print(hashlib.sha256(b''.join(np.asarray(a).tobytes() for a in out)).hexdigest())"
+    )
+
+    def digest(**environment):
+        run = [sys.executable, "-c", code]
+        return subprocess.run(run, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+
+    assert digest(SDM_CPU_ISA=isa) == digest()
 
 
 @pytest.mark.parametrize(("factors", "k"), [((9,), 4), ((8, 4), 6), ((4, 3, 4), 8)], ids=str)
@@ -156,7 +195,7 @@ def test_gradient_of_bfloat16_rounds_once():
     # The same slots win in float32 as long as no partial sums round to a tie.
     assert got.dtype == jnp.bfloat16
     _, ids = product_key_topk(scores, (6, 6), 9)
-    expected = product_key._sum_columns(weights.astype(jnp.float32), ids, factors=(6, 6))
+    expected = _xla_product_key.sum_columns(weights.astype(jnp.float32), ids, factors=(6, 6))
     np.testing.assert_array_equal(got, expected.astype(jnp.bfloat16))
 
 

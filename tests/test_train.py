@@ -1,20 +1,28 @@
-"""`python -m sdm_jax train`: it learns, saves, resumes bit for bit, samples, and says what is wrong."""
+"""The commands `train`, `generate` and `info`: they learn, resume bit for bit, report, and say what is wrong."""
 
+import csv
 import itertools
+import shutil
 import signal
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+import sdm_jax
 from sdm_jax.cli import _text, main
 from sdm_jax.cli._checkpoint import Checkpoints
+from sdm_jax.cli._training import OptimizerConfig, Trainer
+from sdm_jax.flax import ByteTokenizer, LanguageModel, LanguageModelConfig
+from sdm_jax.flax.statistics import slot_statistics
 
 TINY = """
     --layers swa,sdm --dim 16 --num-heads 2 --window 8 --hidden-dim 16 --slots 16 --writes 2 --reads 2
-    --batch-size 4 --length 32 --validation-bytes 256 --warmup-steps 2 --learning-rate 0.02
+    --batch-size 4 --length 32 --validation-tokens 256 --warmup-steps 2 --learning-rate 0.02
 """.split()  # noqa: SIM905
 
 
@@ -29,6 +37,12 @@ def data(tmp_path_factory):
 
 def command(data, out, *flags):
     return main(["train", *TINY, "--data", str(data), "--out", str(out), *map(str, flags)])
+
+
+def metrics(out):
+    """The rows of the metrics file, without the speed, which is another every time."""
+    with (out / "metrics.csv").open(newline="") as file:
+        return [{name: row[name] for name in row if name != "tokens_per_second"} for row in csv.DictReader(file)]
 
 
 def arrays(out):
@@ -55,13 +69,25 @@ def test_learns_saves_and_samples(data, tmp_path, capsys):
     assert len(sample) > 100
     assert "bits/byte=" in err
     assert "tokens/s=" in err
+    rows = metrics(tmp_path)
+    assert [int(row["step"]) for row in rows] == list(range(1, 61))
+    assert [int(row["step"]) for row in rows if row["validation_loss"]] == [30, 60]
+    assert float(rows[-1]["validation_bits_per_byte"]) == pytest.approx(bits, abs=1e-3)
+    assert float(rows[0]["loss"]) > 5 > 2 > float(rows[-1]["loss"])
+    assert float(rows[1]["learning_rate"]) == pytest.approx(0.01)
+    (positions,) = [line for line in lines if line.startswith("bits per byte by position: ")]
+    first, *_, last = (float(part.split(": ")[1]) for part in positions.split("position: ")[1].split(", "))
+    assert "17-32: " in positions
+    assert last < first  # the first byte has nothing before it
+    (slots,) = [line for line in lines if line.startswith("slots of layer 1, head 0: written ")]
+    assert 0 < float(slots.split("written ")[1].split("%")[0]) <= 100
     step, saved = arrays(tmp_path)
     assert step == 60
     assert all(np.isfinite(x).all() for x in saved.values())
 
 
 def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch):
-    flags = ("--steps", 8, "--sample-length", 0)
+    flags = ("--steps", 8, "--sample-length", 5, "--prompt", "slot", "--accumulate", 2)
     assert command(data, tmp_path / "whole", *flags) == 0
 
     draw = _text.draw_batch
@@ -77,8 +103,10 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert "step 5 in" in capsys.readouterr().out
     # The settings come from the checkpoint; those given again agree with it.
-    assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--dim", "16", "--sample-length", "5"]) == 0
-    assert "sample:\ndef " in capsys.readouterr().out
+    assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--dim", "16"]) == 0
+    sample = capsys.readouterr().out.split("sample:\n")[1]
+    assert sample.startswith("slot")
+    assert len(sample.encode()) >= 4 + 5
 
     (whole_step, whole), (parts_step, parts) = arrays(tmp_path / "whole"), arrays(tmp_path / "parts")
     assert whole_step == parts_step == 8
@@ -86,6 +114,7 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
     assert any("optimizer" in name for name in whole)
     for name, value in whole.items():
         assert value.tobytes() == parts[name].tobytes(), name
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "parts")
 
     # A finished run only validates again.
     assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--sample-length", "0"]) == 0
@@ -108,14 +137,23 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
         (["--data", "{tmp}/none"], "there is no such file or folder"),
         (["--data", "{tmp}/empty"], "found no text in it"),
         (["--data", "{tmp}/empty.txt"], "the file is empty or not text"),
-        (["--data", "{tmp}/short.txt"], "short.txt is too short: 95 bytes to train on and 5 to validate on"),
+        (["--data", "{tmp}/short.txt"], "short.txt is too short: 95 tokens to train on and 5 to validate on"),
         (["--layers", "swa,smd"], "layers[1] must be one of"),
-        (["--slots", "40"], "slots_per_head must be a square"),
-        (["--chunk-size", "7"], "chunk_size must be in 16..256"),
+        (["--slots", "63"], "--slots must be a square number, got 63; the nearest valid value is 64"),
+        (["--product-key-factors", "4,5"], "--slots must be the product of --product-key-factors, 20, got 16"),
+        (["--memory-heads", "5"], "--memory-heads must divide --dim (16), got 5; the nearest valid value is 4"),
+        (["--num-heads", "16"], "--num-heads must give heads of an even width, got 16"),
+        (["--writes", "17"], "--writes must be in 1..16 (there are 16 slots), got 17; the nearest valid value is 16"),
+        (["--chunk-size", "7"], "--chunk-size must be in 16..256"),
+        (["--read-activation", "none"], "--read-activation must be one of"),
+        (["--grad-bank-dtype", "int8"], "--grad-bank-dtype must be float32"),
+        (["--tokenizer", "nowhere:at_all"], "--tokenizer nowhere:at_all: must be 'bytes' or 'module:object'"),
+        (["--tokenizer", "math:pi"], "--tokenizer math:pi: the object must have encode, decode"),
         (["--implementation", "cuda"], "cuda"),
         (["--resume"], "there is no checkpoint in"),
+        (["--config", "{tmp}/none.yaml"], "none.yaml: No such file"),
         (["--resume", "--overwrite"], "exclude each other"),
-        (["--out", "{tmp}/empty.txt/run"], "--out"),
+        (["--out", "{tmp}/empty.txt/run"], "empty.txt/run: "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -138,6 +176,9 @@ def test_what_is_wrong_is_said(flags, message, tmp_path, capsys, data):
         ["--seed", "-1"],
         ["--seed", "3000000000"],
         ["--temperature", "x"],
+        ["--metrics", "json"],
+        ["--dtype", "float64"],
+        ["--product-key-factors", "4,x"],
         ["--nothing"],
         [],
     ],
@@ -158,7 +199,7 @@ def test_help_does_not_wait_for_flax():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert "--learning-rate X" in result.stdout
-    assert "(default: runs/sdm)" in result.stdout
+    assert "(default: 0.004)" in result.stdout
     assert result.stdout.endswith("False\n")
 
 
@@ -207,3 +248,181 @@ def test_order_1_model():
     piece = text[None, :3].astype(np.int32)
     bits = -np.log2(probabilities[piece[0, :-1], piece[0, 1:]])
     assert model.bits_per_byte([piece]) == pytest.approx(bits.mean())
+
+
+def test_yaml(data, tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"data: {data}\nout: {tmp_path / 'run'}\nlayers: [sdm]\ndim: 8\nslots: 12\nproduct-key-factors: [3, 4]\n"
+        "writes: 2\nreads: 2\nlength: 20\nsteps: 2\nlearning_rate: 1e-2\nquery_batchnorm: false\nhidden_dim:\n"
+        "validation_tokens: 100\nsample_length: 0\nmetrics: none\n"
+    )
+    assert main(["train", "--config", str(config), "--steps", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "model: sdm, " in out
+    assert "96 in initial banks" in out
+    assert "checkpoint: step 3" in out
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+    for line, message in [
+        ("slots: four", "slots: invalid value 'four'"),
+        ("slot: 4", "there is no flag --slot"),
+        ("tie_head: 3", "tie_head: must be true or false, got 3"),
+        ("dim: true", "dim: must be a value or a list, got True"),
+        ("steps: 0", "steps: must be at least 1, got 0"),
+        ("dtype: float16", "dtype: must be one of 'float32', 'bfloat16', got 'float16'"),
+        ("- a list", "must map the names of flags to values"),
+        ("dim: [", "is not YAML"),
+    ]:
+        config.write_text(line)
+        assert main(["train", "--config", str(config)]) == 2
+        assert message in capsys.readouterr().err
+
+
+class Pairs:
+    """A tokenizer of pairs of letters."""
+
+    vocab_size = 27 * 27
+    letters = " abcdefghijklmnopqrstuvwxyz"
+
+    def encode(self, text):
+        text = "".join(letter if letter in self.letters else " " for letter in text)
+        index = self.letters.index
+        return [index(a) * 27 + index(b) for a, b in zip(text[::2], text[1::2], strict=False)]
+
+    def decode(self, tokens):
+        return "".join(self.letters[token // 27] + self.letters[token % 27] for token in tokens)
+
+
+PAIRS = Pairs()
+
+
+def test_tokenizer_and_generate(data, tmp_path, capsys):
+    """A run with a tokenizer, in bfloat16 with an untied head and remat, continued by `generate`."""
+    flags = ["--tokenizer", "test_train:PAIRS", "--dtype", "bfloat16", "--no-tie-head", "--remat"]
+    assert command(data, tmp_path / "run", *flags, "--steps", 40, "--prompt", "bank", "--sample-length", 10) == 0
+    out = capsys.readouterr().out
+    assert "order-1" not in out
+    tokens = len(PAIRS.encode("x" * 1000)) / 1000
+    (line,) = [line for line in out.splitlines() if line.startswith("validation: ")]
+    bits, loss = float(line.split()[1]), float(line.split("loss ")[1].split(")")[0])
+    assert bits == pytest.approx(loss / np.log(2) * tokens, rel=0.01)
+    sample = out.split("sample:\n")[1]
+    assert sample.startswith("bank")
+    assert len(sample) == 4 + 20 + 1
+
+    arguments = ["generate", "--from", str(tmp_path / "run"), "--prompt", "bank", "--length", "10"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == sample
+    assert main([*arguments, "--seed", "1", "--temperature", "5"]) == 0
+    assert capsys.readouterr().out != sample
+    assert main(["generate", "--from", str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["generate", "--from", str(tmp_path / "empty")]) == 2
+    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert list((tmp_path / "empty").iterdir()) == []
+
+    assert main(["info", "--from", str(tmp_path / "run"), "--batch-size", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "model: swa,sdm, 729 tokens" in out
+    assert "banks 3 x 1 x 16 x 16 bfloat16: 1.5 KiB" in out
+
+
+def test_damaged_checkpoint(data, tmp_path, capsys):
+    run, broken = tmp_path / "run", tmp_path / "broken"
+    assert command(data, run, "--steps", 4, "--save-every", 2, "--sample-length", 0) == 0
+    shutil.copytree(run, broken)
+    for path in (broken / "4" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    capsys.readouterr()
+    for arguments in (["train", "--resume", "--out", str(broken)], ["generate", "--from", str(broken)]):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error
+        assert f"the checkpoint of step 4 in {broken} cannot be read; it is damaged" in error
+        assert f"Delete {broken / '4'} to go back to step 2" in error
+    shutil.rmtree(broken / "4")
+    assert main(["train", "--resume", "--out", str(broken)]) == 0
+    (_, whole), (_, again) = arrays(run), arrays(broken)
+    for name, value in whole.items():
+        assert value.tobytes() == again[name].tobytes(), name
+    for path in (broken / "4" / "settings").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"{")
+    assert main(["generate", "--from", str(broken)]) == 2
+    assert "cannot be read; it is damaged" in capsys.readouterr().err
+
+
+def test_tensorboard(data, tmp_path):
+    assert command(data, tmp_path, "--steps", 2, "--sample-length", 0, "--metrics", "tensorboard") == 0
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"gradient_norm" in content
+    assert b"validation_bits_per_byte" in content
+
+
+def test_accumulated_batches_are_one_larger_batch():
+    config = LanguageModelConfig(
+        layers=("sdm", "swa"), dim=16, memory={"slots_per_head": 16, "num_writes": 2, "num_reads": 2}
+    )
+    trainer = Trainer(config, OptimizerConfig(10, 1e-2, 0, 0.1, 1.0))
+    batch = np.random.default_rng(0).integers(0, 256, (6, 20)).astype(np.int32)
+    results = []
+    for pieces in (batch[None], batch.reshape(3, 2, 20)):
+        state, metrics = trainer.step(trainer.init(0), pieces)
+        results.append((state.params, metrics["loss"], metrics["gradient_norm"]))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), *results)
+
+
+def test_slot_statistics():
+    """Against counts in NumPy of the slots that the layer selects."""
+    config = LanguageModelConfig(
+        layers=("swa", "sdm"),
+        dim=16,
+        memory={"slots_per_head": 64, "num_heads": 2, "num_writes": 3, "num_reads": 2, "query_batchnorm": True},
+    )
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    texts = [np.random.default_rng(i).integers(0, 256, (2, 9 + i)) for i in range(2)]
+    (statistics,) = slot_statistics(model, texts)
+    assert statistics.layer == 1
+    model.eval()
+    layer = model.blocks[1].mixer
+    written, strengths, norms = [], [], []
+    for tokens in texts:
+        x = model.blocks[0](model.embedding(jnp.asarray(tokens)))[0]
+        x = model.blocks[1].mixer_norm(x)
+        k_idx, _, _, beta, *_ = layer.operands(x)
+        written.append(np.moveaxis(np.asarray(k_idx), 1, 0).reshape(2, -1))
+        strengths.append(np.moveaxis(np.asarray(beta), 1, 0).reshape(2, -1))
+        norms.append(np.square(np.asarray(layer(x)[1].bank)).sum(-1).mean((0, 2)))
+    for head in range(2):
+        ids = np.concatenate([w[head] for w in written])
+        counts = np.bincount(ids, minlength=64)
+        assert statistics.written[head] == (counts > 0).mean()
+        share = counts[counts > 0] / counts.sum()
+        assert statistics.write_entropy[head] == pytest.approx(-(share * np.log(share)).sum() / np.log(64))
+    np.testing.assert_allclose(statistics.write_strength, np.concatenate(strengths, 1).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(statistics.final_norm, np.sqrt((18 * norms[0] + 20 * norms[1]) / 38), rtol=1e-5)
+    initial = np.square(np.asarray(layer.bank[...]).reshape(2, 64, 8)).sum(-1).mean(1)
+    np.testing.assert_allclose(statistics.initial_norm, np.sqrt(initial), rtol=1e-5)
+    with pytest.raises(ValueError, match="texts must have at least one batch"):
+        slot_statistics(model, [])
+
+
+def test_info(capsys):
+    assert main(["info", "--slots", "1024", "--layers", "sdm,attention", "--length", "128"]) == 0
+    out = capsys.readouterr().out
+    assert f"sdm_jax {sdm_jax.__version__}, jax {jax.__version__}" in out
+    assert "devices: " in out
+    assert "131,072 in initial banks" in out
+    assert "layer 0 (sdm), served by 'cpu': 2 chunks of 64 tokens" in out
+    assert "banks 2 x 1 x 1024 x 128 float32: 1 MiB" in out
+    assert "without differentiation" in out
+    assert "decoding, 2 texts of up to 128 tokens: 1.25 MiB" in out
+    assert main(["info", "--memory-heads", "5"]) == 2
+    assert "--memory-heads must divide --dim (128), got 5" in capsys.readouterr().err
+
+
+def test_byte_tokenizer():
+    assert ByteTokenizer().decode(ByteTokenizer().encode("naïve ☃")) == "naïve ☃"

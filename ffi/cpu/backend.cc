@@ -14,14 +14,24 @@ namespace {
 using xla::ffi::Error;
 using xla::ffi::ThreadPool;
 
-// Range `part` of `parts` equal ones, whole cache lines of every dtype but for the last.
-Columns column_range(const Shape& s, int64_t parts, int64_t part) {
-  const int64_t step = ((s.width + parts - 1) / parts + 31) / 32 * 32;
-  const int64_t begin = part * step;
-  return {begin < s.width ? begin : s.width, begin + step < s.width ? begin + step : s.width, part};
-}
+// The columns in `parts` equal parts (whole cache lines of every dtype), and those in ranges of whole parts
+// that tasks work on side by side: as few as keep all threads equally busy, because a row is best visited whole.
+struct ColumnRanges {
+  int64_t width, parts, step, ranges;
 
-Columns all_columns(const Shape& s) { return {0, s.width, 0}; }
+  ColumnRanges(const Shape& s, int64_t num_parts, int64_t threads)
+      : width(s.width), parts(num_parts), step(((s.width + parts - 1) / parts + 31) / 32 * 32), ranges(1) {
+    const auto uneven = [&](int64_t tasks) { return tasks % threads != 0 && tasks < 4 * threads; };
+    while (ranges < parts && uneven(s.streams * ranges)) ++ranges;
+  }
+
+  Columns operator[](int64_t i) const {
+    const int64_t first = parts * i / ranges, last = parts * (i + 1) / ranges;
+    return {std::min(first * step, width), std::min(last * step, width), first, step};
+  }
+};
+
+Columns all_columns(const Shape& s) { return {0, s.width, 0, s.width}; }
 
 bool has_scales(Quant quant) { return quant == Quant::fp8 || quant == Quant::int4; }
 
@@ -50,6 +60,16 @@ Error for_chunks(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f) 
 template <class F>
 Error for_streams(ThreadPool& pool, const Shape& s, size_t scratch_bytes, F&& f) {
   parallel_for(pool, s.streams, scratch_bytes, f);
+  return Error::Success();
+}
+
+// Tasks of some rows each, for product keys.
+template <class Params, class F>
+Error for_rows(ThreadPool& pool, const Params& p, F&& f) {
+  constexpr int64_t kTaskRows = 64;
+  parallel_for(
+      pool, (p.rows + kTaskRows - 1) / kTaskRows, topk_scratch_bytes(p.k, p.columns),
+      [&](int64_t task, void* scratch) { f(task * kTaskRows, std::min(p.rows, (task + 1) * kTaskRows), scratch); });
   return Error::Success();
 }
 
@@ -127,6 +147,7 @@ Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
     ask_for_huge_pages(f.snapshot,
                        s.streams * s.stored_chunks * s.write_slots * snapshot_row_bytes(f.quant, f.dtype, s.width));
   }
+  const ColumnRanges columns_of(s, parts, pool.num_threads());
   const int64_t chunks = s.chunks(), slab = s.stored_chunks;
   for (s.first_chunk = 0; s.first_chunk < chunks; s.first_chunk += slab) {
     const int64_t count = std::min(slab, chunks - s.first_chunk);
@@ -135,9 +156,9 @@ Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
       k.phase1(f, p, n, scratch);
       k.solve(f, p, n);
     });
-    parallel_for(pool, s.streams * parts, 0, [&](int64_t task, void*) {
-      const int64_t p = task / parts;
-      const Columns columns = column_range(s, parts, task % parts);
+    parallel_for(pool, s.streams * columns_of.ranges, 0, [&](int64_t task, void*) {
+      const int64_t p = task / columns_of.ranges;
+      const Columns columns = columns_of[task % columns_of.ranges];
       for (int64_t n = s.first_chunk; n < s.first_chunk + count; ++n) {
         k.gather(f, p, n, columns);
         k.dual_matmul(f, p, n, columns);
@@ -153,9 +174,10 @@ Error Backend::forward(ThreadPool& pool, const Forward& whole, int64_t parts) {
 Error Backend::backward(ThreadPool& pool, const Backward& b) {
   const Kernels& k = kernels(b.dtype, b.grad_dtype);
   const Shape& s = b.shape;
-  parallel_for(pool, s.streams * b.parts, mover_scratch_bytes(s), [&](int64_t task, void* scratch) {
-    const int64_t p = task / b.parts;
-    const Columns columns = column_range(s, b.parts, task % b.parts);
+  const ColumnRanges columns_of(s, b.parts, pool.num_threads());
+  parallel_for(pool, s.streams * columns_of.ranges, mover_scratch_bytes(s), [&](int64_t task, void* scratch) {
+    const int64_t p = task / columns_of.ranges;
+    const Columns columns = columns_of[task % columns_of.ranges];
     for (int64_t n = s.chunks() - 1; n >= 0; --n) {
       k.gather_gradient(b, p, n, columns);
       k.du_matmul(b, p, n, columns);
@@ -172,6 +194,17 @@ Error Backend::backward(ThreadPool& pool, const Backward& b) {
 Error Backend::decode(ThreadPool& pool, const Decode& d) {
   return for_streams(pool, d.shape, decode_scratch_bytes(d.shape),
                      [&](int64_t p, void* scratch) { kernels(d.dtype).decode(d, p, all_columns(d.shape), scratch); });
+}
+
+Error Backend::product_key_topk(ThreadPool& pool, const ProductKey& p) {
+  return for_rows(pool, p,
+                  [&](int64_t begin, int64_t end, void* scratch) { kernels(p.dtype).topk(p, begin, end, scratch); });
+}
+
+Error Backend::product_key_topk_backward(ThreadPool& pool, const ProductKeyBackward& p) {
+  return for_rows(pool, p, [&](int64_t begin, int64_t end, void* scratch) {
+    kernels(p.dtype).topk_backward(p, begin, end, scratch);
+  });
 }
 
 }  // namespace sdm::cpu

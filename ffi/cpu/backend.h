@@ -28,6 +28,8 @@ struct Backend {
   static Error forward(Context& pool, const Forward& f, int64_t parts);
   static Error backward(Context& pool, const Backward& b);
   static Error decode(Context& pool, const Decode& d);
+  static Error product_key_topk(Context& pool, const ProductKey& p);
+  static Error product_key_topk_backward(Context& pool, const ProductKeyBackward& p);
 };
 
 }  // namespace sdm::cpu

@@ -1,4 +1,5 @@
 // Chooses the instruction set of the CPU kernels, once, from what the processor has.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -77,6 +78,11 @@ size_t phase1_scratch_bytes(const Shape& s) {
 size_t mover_scratch_bytes(const Shape& s) { return sizeof(double) * s.width; }
 size_t decode_scratch_bytes(const Shape& s) {
   return sizeof(double) * (s.width + 2 * s.writes) + sizeof(int32_t) * s.writes;
+}
+size_t topk_scratch_bytes(int64_t k, int64_t columns) {
+  // Forward: for up to 2 k candidates four vectors of keys and two of slots (half as long), all aligned.
+  constexpr size_t kMostVectorBytes = 64;
+  return std::max<size_t>((2 * k * 5 + 1) * kMostVectorBytes, sizeof(double) * columns);
 }
 
 }  // namespace sdm::cpu

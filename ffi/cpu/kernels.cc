@@ -6,6 +6,7 @@
 #include "ffi/cpu/matmul.h"
 #include "ffi/cpu/mover.h"
 #include "ffi/cpu/phase1.h"
+#include "ffi/cpu/product_key.h"
 #include "ffi/cpu/solve.h"
 
 namespace sdm::cpu::SDM_ISA {
@@ -36,7 +37,7 @@ template <class T, class G>
 constexpr Kernels table() {
   return {phase1<T>,         solve<T>,           gather<T>,    take_snapshot<T>,  dual_matmul<T>,
           mover<T>,          gather_gradient<G>, du_matmul<T>, write_mover<T, G>, read_mover<T, G>,
-          add_parts<Acc<T>>, phase1_backward<T>, decode<T>};
+          add_parts<Acc<T>>, phase1_backward<T>, decode<T>,    topk<T>,           topk_backward<T>};
 }
 
 const Kernels& kernels(DType bank, DType grad) {

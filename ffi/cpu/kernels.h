@@ -11,10 +11,20 @@
 
 namespace sdm::cpu {
 
+// A range of columns: one or more parts of `step` columns (the last of a row may be narrower). Sums over
+// columns are kept apart part by part, so that they do not depend on how many parts a range takes together.
 struct Columns {
   int64_t begin;
   int64_t end;
-  int64_t part;  // index of the range; sums over columns are kept apart by it
+  int64_t part;  // index of the first part
+  int64_t step;
+
+  // Calls f(Columns) for each part.
+  template <class F>
+  inline __attribute__((always_inline)) void for_parts(F&& f) const {
+    int64_t index = part;
+    for (int64_t c = begin; c < end; c += step) f(Columns{c, c + step < end ? c + step : end, index++, step});
+  }
 };
 
 struct Kernels {
@@ -34,6 +44,9 @@ struct Kernels {
   void (*phase1_backward)(const Backward&, int64_t stream, int64_t chunk, void* scratch);
   // `scratch` holds decode_scratch_bytes.
   void (*decode)(const Decode&, int64_t stream, Columns, void* scratch);
+  // Rows begin .. end. `scratch` holds topk_scratch_bytes.
+  void (*topk)(const ProductKey&, int64_t begin, int64_t end, void* scratch);
+  void (*topk_backward)(const ProductKeyBackward&, int64_t begin, int64_t end, void* scratch);
 };
 
 // The kernels for a bank dtype (and, in the backward, the dtype of its gradient) on this processor.
@@ -48,5 +61,6 @@ int64_t snapshot_row_bytes(Quant, DType bank, int64_t width);
 size_t phase1_scratch_bytes(const Shape&);
 size_t mover_scratch_bytes(const Shape&);
 size_t decode_scratch_bytes(const Shape&);
+size_t topk_scratch_bytes(int64_t k, int64_t columns);
 
 }  // namespace sdm::cpu

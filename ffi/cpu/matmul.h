@@ -124,39 +124,25 @@ void dual_matmul(const Forward& f, int64_t p, int64_t n, Columns columns) {
           __attribute__((always_inline)) { tile.store(y + t * stride + c, k, value); });
 }
 
-// ddelta = QK^T dY + carried; du = X^T ddelta; dv = beta du; the gradients of A, QK and beta.
+// Of one part of the columns, from du in the place of dv: dv = beta du, and the sums over its columns, the
+// gradients of A, QK and beta.
 template <class T>
-void du_matmul(const Backward& b, int64_t p, int64_t n, Columns columns) {
+void du_sums(const Backward& b, const ChunkView& view, Columns part) {
   using A = Acc<T>;
-  const ChunkView view(b.shape, p, n);
   const Shape& s = b.shape;
-  const int64_t stride = s.width, width = columns.end - columns.begin, chunk = s.chunk;
-  const int64_t row = view.token * stride + columns.begin;
-  const int64_t part_square = columns.part * s.streams * s.stored_chunks * chunk * chunk + view.square();
-  const T* dy = at<T>(b.dy, row);
+  const int64_t stride = s.width, width = part.end - part.begin, chunk = s.chunk;
+  const int64_t row = view.token * stride + part.begin;
+  const int64_t square = part.part * s.streams * s.stored_chunks * chunk * chunk + view.square();
   const A* beta = at<A>(b.in.beta, view.token);
   const A* error = at<A>(b.error, row);
   const A* delta = at<A>(b.delta, row);
-  A* ddelta = at<A>(b.carried, view.one_chunk_row() + columns.begin);
-  A* du = at<A>(b.dv, row);  // scaled by beta at the end
-  A* da = at<A>(b.da, part_square);
-  A* dbeta = at<A>(b.dbeta, columns.part * s.streams * s.tokens + view.token);
-
-  triangular_matmul<true>(
-      at<A>(b.chunks.qk, view.square()), chunk, view.tokens, dy, stride, width,
-      [&](int64_t t, int64_t c, auto tile, int k)
-          __attribute__((always_inline)) { return tile.load(ddelta + t * stride + c, k); },
-      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
-          __attribute__((always_inline)) { tile.store(ddelta + t * stride + c, k, value); });
-  triangular_matmul<true>(
-      at<A>(b.x, view.square()), chunk, view.tokens, static_cast<const A*>(ddelta), stride, width,
-      [](int64_t, int64_t, auto, int) __attribute__((always_inline)) { return Vec<A>{}; },
-      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
-          __attribute__((always_inline)) { tile.store(du + t * stride + c, k, value); });
-  triangular_outer<false>(dy, delta, view.tokens, stride, width, at<A>(b.dqk, part_square), chunk);
-  triangular_outer<true>(du, delta, view.tokens, stride, width, da, chunk);
-
   const A* a = at<A>(b.chunks.a, view.square());
+  A* du = at<A>(b.dv, row);  // scaled by beta at the end
+  A* da = at<A>(b.da, square);
+  A* dbeta = at<A>(b.dbeta, part.part * s.streams * s.tokens + view.token);
+
+  triangular_outer<false>(at<T>(b.dy, row), delta, view.tokens, stride, width, at<A>(b.dqk, square), chunk);
+  triangular_outer<true>(du, delta, view.tokens, stride, width, da, chunk);
   for (int64_t t = 0; t < view.tokens; ++t) {
     const bool writes = b.chunks.writes[view.stored_token + t] > 0;
     const A scale = beta[t];
@@ -175,6 +161,30 @@ void du_matmul(const Backward& b, int64_t p, int64_t n, Columns columns) {
     }
     dbeta[t] = writes ? total : 0;
   }
+}
+
+// ddelta = QK^T dY + carried; du = X^T ddelta; dv = beta du; the gradients of A, QK and beta.
+template <class T>
+void du_matmul(const Backward& b, int64_t p, int64_t n, Columns columns) {
+  using A = Acc<T>;
+  const ChunkView view(b.shape, p, n);
+  const int64_t stride = b.shape.width, width = columns.end - columns.begin, chunk = b.shape.chunk;
+  const int64_t row = view.token * stride + columns.begin;
+  A* ddelta = at<A>(b.carried, view.one_chunk_row() + columns.begin);
+  A* du = at<A>(b.dv, row);
+
+  triangular_matmul<true>(
+      at<A>(b.chunks.qk, view.square()), chunk, view.tokens, at<T>(b.dy, row), stride, width,
+      [&](int64_t t, int64_t c, auto tile, int k)
+          __attribute__((always_inline)) { return tile.load(ddelta + t * stride + c, k); },
+      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
+          __attribute__((always_inline)) { tile.store(ddelta + t * stride + c, k, value); });
+  triangular_matmul<true>(
+      at<A>(b.x, view.square()), chunk, view.tokens, static_cast<const A*>(ddelta), stride, width,
+      [](int64_t, int64_t, auto, int) __attribute__((always_inline)) { return Vec<A>{}; },
+      [&](int64_t t, int64_t c, auto tile, int k, Vec<A> value)
+          __attribute__((always_inline)) { tile.store(du + t * stride + c, k, value); });
+  columns.for_parts([&](Columns part) { du_sums<T>(b, view, part); });
 }
 
 }  // namespace sdm::cpu::SDM_ISA

@@ -70,7 +70,7 @@ float row_scale(const T* row, int64_t width, float levels) {
   return round_to_bf16(scale > 1e-12f ? scale : 1e-12f);
 }
 
-// Copies bits that nobody reads before the backward: past the caches, where the place allows it.
+// Copies bits that nobody reads soon: past the caches, where the place allows it.
 inline void store_bits(void* target, const void* source, int64_t bytes) {
   if (reinterpret_cast<uintptr_t>(target) % kVectorBytes || bytes % kVectorBytes) {
     std::memcpy(target, source, bytes);
@@ -125,11 +125,18 @@ void store_snapshot_row(Quant quant, const T* row, void* stored, float* scale, i
   }
 }
 
-// Writes columns [begin, end) of a stored row into the bank row.
+// Writes columns [begin, end) of a stored row into the bank row; bits go past the caches if asked.
 template <class T>
-void restore_snapshot_row(Quant quant, const void* stored, float scale, T* row, int64_t begin, int64_t end) {
+void restore_snapshot_row(Quant quant, const void* stored, float scale, T* row, int64_t begin, int64_t end,
+                          bool past_caches) {
   if (quant == Quant::none) {  // the bits, NaN payloads included
-    std::memcpy(row + begin, static_cast<const T*>(stored) + begin, (end - begin) * sizeof(T));
+    const T* bits = static_cast<const T*>(stored) + begin;
+    const int64_t bytes = (end - begin) * sizeof(T);
+    if (past_caches) {
+      store_bits(row + begin, bits, bytes);
+    } else {
+      std::memcpy(row + begin, bits, bytes);
+    }
     return;
   }
   const uint8_t* bytes = static_cast<const uint8_t*>(stored);

@@ -41,6 +41,10 @@ Error run(const Backend::Context& context, const Params& params, F&& f) {
   return status(f(gpu::Launch{context.stream}));
 }
 
+Error too_many_factors() {
+  return Error::InvalidArgument("sdm_jax: the CUDA kernels take at most " + std::to_string(kMostFactors) + " factors");
+}
+
 gpu::Range everything(const Shape& s) { return {0, s.width, 0, s.streams}; }
 
 cudaError_t zero(void* values, int64_t count, gpu::Launch where) {
@@ -118,6 +122,16 @@ Error Backend::phase1_backward(const Context& context, const Backward& b) {
 
 Error Backend::decode(const Context& context, const Decode& d) {
   return run(context, d, [&](gpu::Launch where) { return gpu::decode(d, where); });
+}
+
+Error Backend::product_key_topk(const Context& context, const ProductKey& p) {
+  if (p.num_factors > kMostFactors) return too_many_factors();
+  return run(context, p, [&](gpu::Launch where) { return gpu::product_key_topk(p, where); });
+}
+
+Error Backend::product_key_topk_backward(const Context& context, const ProductKeyBackward& p) {
+  if (p.num_factors > kMostFactors) return too_many_factors();
+  return run(context, p, [&](gpu::Launch where) { return gpu::product_key_topk_backward(p, where); });
 }
 
 Error Backend::forward(const Context& context, const Forward& f, int64_t stages, int64_t first, int64_t count) {

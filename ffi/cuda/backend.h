@@ -30,6 +30,8 @@ struct Backend {
   static Error read_mover(const Context& context, const Backward& b);
   static Error phase1_backward(const Context& context, const Backward& b);
   static Error decode(const Context& context, const Decode& d);
+  static Error product_key_topk(const Context& context, const ProductKey& p);
+  static Error product_key_topk_backward(const Context& context, const ProductKeyBackward& p);
 
   // Stages (sdm::gpu::Stage, BackwardStage) of the chunks first .. first + count of a whole call.
   static Error forward(const Context& context, const Forward& f, int64_t stages, int64_t first, int64_t count);

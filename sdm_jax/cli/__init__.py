@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from sdm_jax.checks import UnsupportedConfigurationError
-from sdm_jax.cli import train
+from sdm_jax.cli import generate, info, train
 from sdm_jax.cli._errors import CommandError
 
 # A command is a module with `add_parser(subparsers)`, which sets `run(arguments) -> exit status`.
-COMMANDS = (train,)
+COMMANDS = (train, generate, info)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,3 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader of the output has left; Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

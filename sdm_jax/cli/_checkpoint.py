@@ -15,18 +15,21 @@ class Checkpoints:
     """The checkpoints in a folder; a context manager.
 
     Arguments:
-        folder: where they are, made when the first is saved.
+        folder: where they are.
+        create: make the folder if there is none; else that is an error.
         keep: how many of the newest are kept.
     """
 
-    def __init__(self, folder: str, keep: int = 2):
+    def __init__(self, folder: str, create: bool = True, keep: int = 2):
         self.folder = Path(folder).expanduser().absolute()
+        if not create and not self.folder.is_dir():
+            raise CommandError(f"there is no folder {self.folder}")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         handlers = {"state": ocp.StandardCheckpointHandler(), "settings": ocp.JsonCheckpointHandler()}
         try:
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
         except OSError as error:
-            raise CommandError(f"--out {folder}: {error.strerror}") from None
+            raise CommandError(f"{folder}: {error.strerror}") from None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -49,15 +52,27 @@ class Checkpoints:
 
     def settings(self) -> dict[str, Any]:
         """The settings saved with the newest checkpoint."""
-        items = ocp.args.Composite(settings=ocp.args.JsonRestore())
-        return self._manager.restore(self.latest_step, args=items)["settings"]
+        if self.latest_step is None:
+            raise CommandError(f"there is no checkpoint in {self.folder}")
+        return self._restore("settings", ocp.args.JsonRestore())
 
     def restore(self, like: Any) -> Any:
         """The newest state; `like` is a pytree of arrays or shapes like it, None for plain dicts."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        return self._manager.restore(self.latest_step, args=items)["state"]
+        return self._restore("state", ocp.args.StandardRestore(like))
+
+    def _restore(self, item: str, how: Any) -> Any:
+        step = self.latest_step
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+        except Exception as error:  # whatever the damage makes orbax raise
+            others = [other for other in self._manager.all_steps() if other != step]
+            older = f" to go back to step {max(others)}" if others else ""
+            raise CommandError(
+                f"the checkpoint of step {step} in {self.folder} cannot be read; it is damaged, or of another version "
+                f"of this package ({type(error).__name__}). Delete {self.folder / str(step)}{older}"
+            ) from error
 
     def clear(self) -> None:
         """Deletes all checkpoints."""

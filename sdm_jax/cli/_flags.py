@@ -1,10 +1,13 @@
-"""Flags whose defaults can come from elsewhere, such as the settings of a checkpoint."""
+"""Flags whose defaults can come from elsewhere, such as a YAML file or the settings of a checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 from typing import Any
+
+from sdm_jax.cli._errors import CommandError
 
 
 class Flags:
@@ -20,6 +23,7 @@ class Flags:
     def __init__(self, parser: argparse.ArgumentParser):
         self._parser = parser
         self._group: Any = parser
+        self._actions: dict[str, argparse.Action] = {}
         self.defaults: dict[str, Any] = {}
 
     def group(self, title: str) -> None:
@@ -31,7 +35,56 @@ class Flags:
         if default is not None and default is not False:
             help = f"{help} (default: {default!s})"
         action = self._group.add_argument(name, default=argparse.SUPPRESS, help=help, **settings)
+        self._actions[action.dest] = action
         self.defaults[action.dest] = default
+
+    def given(self, arguments: argparse.Namespace) -> dict[str, Any]:
+        """The flags given on the command line, over those of the YAML file that `--config` names."""
+        given = {name: value for name, value in vars(arguments).items() if name in self.defaults}
+        return {**(self._read_yaml(given["config"]) if "config" in given else {}), **given}
+
+    def _read_yaml(self, path: str) -> dict[str, Any]:
+        import yaml
+
+        try:
+            content = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise CommandError(f"--config {path}: {error.strerror}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise CommandError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(content, dict | None):
+            raise CommandError(f"--config {path} must map the names of flags to values")
+        values = {}
+        for key, value in (content or {}).items():
+            name = str(key).replace("-", "_")
+            if name not in self._actions or name == "config":
+                raise CommandError(f"--config {path}: there is no flag --{str(key).replace('_', '-')}")
+            try:
+                values[name] = self._convert(self._actions[name], value)
+            except (ValueError, argparse.ArgumentTypeError) as error:
+                raise CommandError(f"--config {path}: {key}: {error}") from None
+        return values
+
+    def _convert(self, action: argparse.Action, value: Any) -> Any:
+        """A value of a YAML file as the command line would have given it."""
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                raise ValueError(f"must be true or false, got {value!r}")
+            return value
+        if value is None:
+            return self.defaults[action.dest]
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        if isinstance(value, dict | bool):
+            raise ValueError(f"must be a value or a list, got {value!r}")
+        convert: Any = action.type or str
+        try:
+            value = convert(str(value))
+        except ValueError:
+            raise ValueError(f"invalid value {value!r}") from None
+        if action.choices is not None and value not in action.choices:
+            raise ValueError(f"must be one of {', '.join(map(repr, action.choices))}, got {value!r}")
+        return value
 
 
 def positive_integer(text: str) -> int:
@@ -49,6 +102,18 @@ def seed(text: str) -> int:
     if int(text) > 2**31 - 1:
         raise argparse.ArgumentTypeError(f"must be below 2^31, got {text}")
     return natural(text)
+
+
+def integers(text: str) -> list[int]:
+    """Integers of at least 1 with commas between them."""
+    return [positive_integer(part) for part in text.split(",")]
+
+
+def number(text: str) -> float:
+    """A finite number."""
+    if not math.isfinite(float(text)):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
+    return float(text)
 
 
 def positive(text: str) -> float:

@@ -1,12 +1,14 @@
-"""Text to train on: reading, splitting, drawing batches, and the order-1 model to compare with."""
+"""Text to train on: reading, splitting, tokens, drawing batches, and the order-1 model to compare with."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,26 +20,54 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Bytes to train on and bytes to validate on.
+    """Text to train on and text to validate on.
 
     Attributes:
-        source: where they are from, for people.
-        train: uint8.
-        validation: uint8.
+        source: where it is from, for people.
+        train: its tokens: bytes as uint8, or those of a tokenizer as int32.
+        validation: the same of the text to validate on.
+        train_bytes: its length in bytes.
+        validation_bytes: the same of the text to validate on.
+        fingerprint: a checksum of all of it.
     """
 
     source: str
     train: np.ndarray
     validation: np.ndarray
-
-    @property
-    def fingerprint(self) -> int:
-        """A checksum of all of it."""
-        return zlib.crc32(self.validation.tobytes(), zlib.crc32(self.train.tobytes()))
+    train_bytes: int
+    validation_bytes: int
+    fingerprint: int
 
 
-def read_text(path: str | None) -> Text:
+def load_tokenizer(name: str) -> tuple[Any, int]:
+    """A tokenizer and how many tokens it has: `"bytes"`, or `"module:object"`, which is imported.
+
+    Raises:
+        CommandError: there is none of that name, or it does not say how many tokens it has.
+    """
+    if name == "bytes":
+        from sdm_jax.flax import ByteTokenizer
+
+        return ByteTokenizer(), ByteTokenizer.vocab_size
+    module, _, path = name.partition(":")
+    try:
+        tokenizer: Any = importlib.import_module(module)
+        for part in path.split("."):
+            tokenizer = getattr(tokenizer, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CommandError(f"--tokenizer {name}: must be 'bytes' or 'module:object' ({error})") from None
+    sizes = (getattr(tokenizer, attribute, None) for attribute in ("vocab_size", "n_vocab", "get_vocab_size"))
+    size = next((size for size in sizes if size is not None), None)
+    size = size() if callable(size) else size
+    if not isinstance(size, int) or not callable(getattr(tokenizer, "encode", None)):
+        raise CommandError(f"--tokenizer {name}: the object must have encode, decode, and vocab_size, an integer")
+    return tokenizer, size
+
+
+def read_text(path: str | None, tokenizer: Any = None) -> Text:
     """Reads a file, all text files of a folder, or (None) the Python sources of the standard library.
+
+    Without a tokenizer the tokens are the bytes.
 
     Files come in the order of their paths; hidden files and files with NUL bytes are left out. Every 20th
     file of a folder is for validation; where these are too few or too short, and for a single file, it
@@ -48,7 +78,7 @@ def read_text(path: str | None) -> Text:
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return _split(f"the standard library in {root}", _read_files(root, _sources(root)))
+        return _split(f"the standard library in {root}", _read_files(root, _sources(root)), tokenizer)
     root = Path(path)
     if not root.exists():
         raise CommandError(f"--data {path}: there is no such file or folder")
@@ -58,7 +88,7 @@ def read_text(path: str | None) -> Text:
             f"--data {path}: "
             + ("the file is empty or not text (has NUL bytes)" if root.is_file() else "found no text in it")
         )
-    return _split(str(root), files)
+    return _split(str(root), files, tokenizer)
 
 
 def _sources(root: Path) -> list[Path]:
@@ -85,14 +115,30 @@ def _read_files(root: Path, paths: list[Path]) -> list[bytes]:
     return files
 
 
-def _split(source: str, files: list[bytes]) -> Text:
+def _split(source: str, files: list[bytes], tokenizer: Any) -> Text:
     validation = b"".join(files[_EVERY - 1 :: _EVERY])
     train = b"".join(content for i, content in enumerate(files) if i % _EVERY != _EVERY - 1)
     if len(validation) * 5 * _EVERY < len(train):
         whole = b"".join(files)
         cut = len(whole) - len(whole) // _EVERY
         train, validation = whole[:cut], whole[cut:]
-    return Text(source, np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8))
+    fingerprint = zlib.crc32(validation, zlib.crc32(train))
+    return Text(
+        source=source,
+        train=_tokens(train, tokenizer),
+        validation=_tokens(validation, tokenizer),
+        train_bytes=len(train),
+        validation_bytes=len(validation),
+        fingerprint=fingerprint,
+    )
+
+
+def _tokens(text: bytes, tokenizer: Any) -> np.ndarray:
+    if tokenizer is None:
+        return np.frombuffer(text, np.uint8)
+    from sdm_jax.flax.generation import token_ids
+
+    return np.asarray(token_ids(tokenizer, text.decode(errors="replace")), np.int32)
 
 
 def draw_batch(text: np.ndarray, batch_size: int, length: int, seed: int, step: int) -> np.ndarray:
@@ -104,7 +150,7 @@ def draw_batch(text: np.ndarray, batch_size: int, length: int, seed: int, step: 
 def validation_batches(text: np.ndarray, batch_size: int, length: int, num_tokens: int) -> Iterator[np.ndarray]:
     """Evenly spaced pieces of the text, `[n, length]` int32 with one `n <= batch_size`.
 
-    Each piece predicts its last `length - 1` bytes; together about `num_tokens` bytes.
+    Each piece predicts its last `length - 1` tokens; together they predict about `num_tokens`.
     """
     available = (len(text) - 1) // (length - 1)
     pieces = max(1, min(available, num_tokens // (length - 1)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 from typing import Any
@@ -11,7 +12,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from sdm_jax.flax import BankParam, GateParam, LanguageModel, LanguageModelConfig
+from sdm_jax.cli import _model
+from sdm_jax.flax import LanguageModel, LanguageModelConfig, weight_decay_mask
 
 
 @jax.tree_util.register_dataclass
@@ -56,21 +58,32 @@ class OptimizerConfig:
         """The optimizer of the model's parameters."""
         return optax.chain(
             optax.clip_by_global_norm(self.clip_norm),
-            optax.adamw(self.schedule(), b2=0.99, weight_decay=self.weight_decay, mask=_decayed),
+            optax.adamw(self.schedule(), b2=0.99, weight_decay=self.weight_decay, mask=weight_decay_mask),
         )
 
 
-def _decayed(params):
-    """Weight decay is for matrices that every token passes through."""
+def make_trainer(settings: argparse.Namespace, vocab_size: int) -> Trainer:
+    """The trainer that the settings of a run describe.
 
-    def decays(variable):
-        return variable.ndim >= 2 and not isinstance(variable, (BankParam, GateParam))
-
-    return jax.tree.map(decays, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    Raises:
+        CommandError: they describe none; the message names the flag.
+    """
+    config = _model.model_config(settings, vocab_size)
+    optimizer_config = OptimizerConfig(
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        weight_decay=settings.weight_decay,
+        clip_norm=settings.clip_norm,
+    )
+    try:
+        return Trainer(config, optimizer_config)
+    except (TypeError, ValueError) as error:
+        raise _model.name_the_flag(error, settings) from error
 
 
 class Trainer:
-    """The compiled functions of a run: `init`, `step`, `loss`.
+    """The compiled functions of a run: `init`, `step`, `losses`.
 
     Arguments:
         model_config: settings of the model.
@@ -82,6 +95,7 @@ class Trainer:
 
     def __init__(self, model_config: LanguageModelConfig, optimizer_config: OptimizerConfig):
         self._model_config = model_config
+        self._schedule = optimizer_config.schedule()
         self._optimizer = optimizer_config.build()
         self._graph = nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(model_config, rngs=nnx.Rngs(0))))
 
@@ -92,12 +106,6 @@ class Trainer:
         params, statistics = nnx.state(model, nnx.Param, ...)
         return TrainingState(jnp.zeros((), jnp.int32), params, statistics, self._optimizer.init(params))
 
-    def num_parameters(self, state: TrainingState) -> str:
-        """The number of parameters for people, those of the banks apart."""
-        parts = nnx.split_state(state.params, BankParam, ...)
-        banks, others = (sum(x.size for x in jax.tree.leaves(part)) for part in parts)
-        return f"{others:,} parameters and {banks:,} in initial banks"
-
     def model(self, state: TrainingState) -> LanguageModel:
         """The model with the parameters of `state`, in `eval()` mode."""
         model = nnx.merge(self._graph, state.params, state.statistics)
@@ -105,27 +113,51 @@ class Trainer:
         return model
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-    def step(self, state: TrainingState, batch: jax.Array) -> tuple[TrainingState, jax.Array]:
-        """One step on `batch [B, T + 1]`: the state after it and the mean loss, in nats, before it."""
+    def step(self, state: TrainingState, batches: jax.Array) -> tuple[TrainingState, dict[str, jax.Array]]:
+        """One step on `batches [N, B, T + 1]`, one after another, by the mean of their gradients.
 
-        def loss_fn(params):
+        Returns:
+            The state after it, and the metrics `loss` (mean over the batches before the step, in nats),
+            `gradient_norm` (before clipping) and `learning_rate`.
+        """
+
+        def loss_fn(params, statistics, batch):
             # Copied, because BatchNorm changes its statistics.
-            model = nnx.merge(self._graph, params, state.statistics, copy=True)
+            model = nnx.merge(self._graph, params, statistics, copy=True)
             model.train()
-            loss = _loss(model, batch)
+            loss = _losses(model, batch).mean()
             return loss, nnx.state(model, nnx.Param, ...)[1]
 
-        (loss, statistics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        def one(statistics, batch):
+            (loss, statistics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, statistics, batch)
+            return statistics, loss, grads
+
+        def add(carry, batch):
+            statistics, *sums = carry
+            statistics, *terms = one(statistics, batch)
+            return (statistics, *jax.tree.map(jnp.add, sums, terms)), None
+
+        if len(batches) == 1:
+            statistics, loss, grads = one(state.statistics, batches[0])
+        else:
+            zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
+            (statistics, *sums), _ = jax.lax.scan(add, (state.statistics, *zeros), batches)
+            loss, grads = jax.tree.map(lambda x: x / len(batches), sums)
         updates, optimizer = self._optimizer.update(grads, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        return TrainingState(state.step + 1, params, statistics, optimizer), loss
+        metrics = {
+            "loss": loss,
+            "gradient_norm": jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(grads))),
+            "learning_rate": self._schedule(state.step),
+        }
+        return TrainingState(state.step + 1, params, statistics, optimizer), metrics
 
     @functools.partial(jax.jit, static_argnums=0)
-    def loss(self, state: TrainingState, batch: jax.Array) -> jax.Array:
-        """Mean loss of `batch [B, T + 1]`, in nats, in `eval()` mode."""
-        return _loss(self.model(state), batch)
+    def losses(self, state: TrainingState, batch: jax.Array) -> jax.Array:
+        """Loss of each position, `[T]`, the mean over `batch [B, T + 1]`, in nats, in `eval()` mode."""
+        return _losses(self.model(state), batch).mean(axis=0)
 
 
-def _loss(model, batch):
+def _losses(model, batch):
     logits, _ = model(batch[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])

@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import nnx
+
+from sdm_jax.checks import is_array
 
 
 def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -18,12 +22,16 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
         TypeError: it is not an integer.
         ValueError: it is out of range.
     """
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+        hint = ""
+        if isinstance(value, float) and math.isfinite(value):
+            within = max(low, round(value))
+            hint = f"; the nearest valid value is {within if high is None else min(within, high)}"
+        raise TypeError(f"{name} must be an integer, got {value!r}{hint}") from None
     if number < low or (high is not None and number > high):
         needed = f"at least {low}" if high is None else f"in {low}..{high}"
         nearest = low if number < low else high
@@ -40,6 +48,16 @@ def divisor(name: str, value: Any, total_name: str, total: int) -> int:
             f"{name} must divide {total_name} ({total}), got {number}; the nearest valid value is {nearest}"
         )
     return number
+
+
+def square(name: str, value: Any, high: int) -> int:
+    """The root of `value`, which must be a square number of at most `high`; raises as `integer` does."""
+    number = integer(name, value, 1, high)
+    root = math.isqrt(number)
+    if root * root != number:
+        nearest = min((n * n for n in (root, root + 1) if n * n <= high), key=lambda n: abs(n - number))
+        raise ValueError(f"{name} must be a square number, got {number}; the nearest valid value is {nearest}")
+    return root
 
 
 def choice(name: str, value: Any, choices: Iterable[Any]) -> Any:
@@ -64,6 +82,8 @@ def float_dtype(name: str, value: Any, names: Iterable[str]) -> jnp.dtype:
     if dtype is None or dtype.name not in names:
         got = repr(value) if dtype is None else dtype.name
         raise TypeError(f"{name} must be {', '.join(names)}, got {got}; the nearest valid value is {names[0]}")
+    if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError(f"{name} float64 needs jax_enable_x64; the nearest valid value is float32")
     return dtype
 
 
@@ -90,3 +110,41 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}; the nearest valid value is {bool(value)}")
     return value
+
+
+def initializer(name: str, value: Any) -> Any:
+    """`value` if it can be called; a TypeError otherwise."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function of (key, shape, dtype) that gives an array, got {value!r}")
+    return value
+
+
+def metadata(name: str, value: Any) -> dict[str, Any]:
+    """`value`, None or a mapping from names, as a dict; a TypeError otherwise."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"{name} must be a mapping from names to values, got {value!r}")
+    return dict(value)
+
+
+def random_streams(name: str, value: Any) -> nnx.Rngs:
+    """`value` if it is `nnx.Rngs`; a TypeError otherwise."""
+    if not isinstance(value, nnx.Rngs):
+        raise TypeError(f"{name} must be flax.nnx.Rngs, such as nnx.Rngs(0), got {value!r}")
+    return value
+
+
+def features(name: str, value: Any, dim: int) -> None:
+    """Checks that a call's argument is `[batch, tokens, dim]` of a floating-point dtype.
+
+    Raises:
+        TypeError: it is no array, or of another kind of dtype.
+        ValueError: it has another shape.
+    """
+    if not is_array(value):
+        raise TypeError(f"{name} must be an array [batch, tokens, {dim}], got {type(value).__name__}")
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(f"{name} must have a floating-point dtype, got {value.dtype}")
+    if value.ndim != 3 or value.shape[-1] != dim:
+        raise ValueError(f"{name} must be [batch, tokens, {dim}], got shape {value.shape}")

@@ -9,9 +9,28 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sdm_jax._layout import BANK_DTYPES
+from sdm_jax.checks import is_array
 from sdm_jax.flax import _settings
 
 _ROTARY_BASE = 10_000.0
+
+
+def attention_heads(name: str, value: Any, dim: int) -> int:
+    """The number of attention heads: a divisor of `dim` that gives them an even width, as rotary positions need.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it does not divide `dim`, or the width is odd.
+    """
+    number = _settings.divisor(name, value, "dim", dim)
+    if dim // number % 2:
+        fit = [n for n in range(1, dim + 1) if dim % (2 * n) == 0]
+        nearest = f"; the nearest valid value is {min(fit, key=lambda n: abs(n - number))}" if fit else ""
+        raise ValueError(
+            f"{name} must give heads of an even width, got {number} for dim {dim}, a width of {dim // number}{nearest}"
+        )
+    return number
 
 
 @jax.tree_util.register_dataclass
@@ -63,14 +82,15 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.dim = _settings.integer("dim", dim, 1)
-        self.num_heads = _settings.divisor("num_heads", num_heads, "dim", self.dim)
+        self.num_heads = attention_heads("num_heads", num_heads, self.dim)
         self.head_dim = self.dim // self.num_heads
-        if self.head_dim % 2:
-            raise ValueError(f"the width of a head, dim / num_heads = {self.head_dim}, must be even")
         self.window = None if window is None else _settings.integer("window", window, 1)
-        self.dtype = jnp.dtype(param_dtype if dtype is None else dtype)
+        param_dtype = _settings.float_dtype("param_dtype", param_dtype, BANK_DTYPES)
+        self.dtype = _settings.float_dtype("dtype", param_dtype if dtype is None else dtype, BANK_DTYPES)
         if kernel_init is None:
             kernel_init = nnx.initializers.lecun_normal()
+        _settings.initializer("kernel_init", kernel_init)
+        _settings.random_streams("rngs", rngs)
 
         def projection(columns):
             return nnx.Linear(
@@ -100,8 +120,9 @@ class Attention(nnx.Module):
         if length is None:
             raise ValueError("max_length must be given for attention without a window: its cache does not move")
         shape = (batch, length, self.num_heads, self.head_dim)
-        zeros = jnp.zeros(shape, self.dtype)
-        return AttentionState(keys=zeros, values=zeros, tokens=jnp.zeros((), jnp.int32))
+        # Two arrays: a buffer cannot be donated twice.
+        keys, values = jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+        return AttentionState(keys=keys, values=values, tokens=jnp.zeros((), jnp.int32))
 
     def __call__(self, x: jax.Array, state: AttentionState | None = None) -> tuple[jax.Array, AttentionState | None]:
         """Attends from the next tokens of every sequence.
@@ -115,9 +136,13 @@ class Attention(nnx.Module):
             `(y, state)`: `y [B, T, dim]`, and the state after these tokens (None if none was given).
 
         Raises:
-            ValueError: `T` is more than an empty state has room for.
+            TypeError: `x` is no floating-point array, or `state` no `AttentionState` of the layer's dtype.
+            ValueError: `x` or `state` do not have the shapes above, or `T` is more than an empty state has room for.
         """
+        _settings.features("x", x, self.dim)
         batch, num_tokens, _ = x.shape
+        if state is not None:
+            self._check_state(state, x.shape)
         if num_tokens == 0:
             return x.astype(self.dtype), state
         qkv = self.query_key_value(x).reshape(batch, num_tokens, 3, self.num_heads, self.head_dim)
@@ -133,6 +158,24 @@ class Attention(nnx.Module):
         else:
             y, state = self._all(query, key, value, positions, state)
         return self.output(y.reshape(batch, num_tokens, self.dim)), state
+
+    def _check_state(self, state, x_shape):
+        if not isinstance(state, AttentionState):
+            raise TypeError(
+                f"state must be an AttentionState, as init_state gives it, or None, got {type(state).__name__}"
+            )
+        length = "L" if self.window is None else self.window
+        for name in ("keys", "values"):
+            value = getattr(state, name)
+            if not is_array(value) or value.dtype != self.dtype:
+                got = value.dtype if is_array(value) else type(value).__name__
+                raise TypeError(f"state.{name} must be an array of {self.dtype}, got {got}")
+            shape = (x_shape[0], value.shape[1] if length == "L" and value.ndim > 1 else length, self.num_heads)
+            if value.shape != (*shape, self.head_dim):
+                raise ValueError(
+                    f"state.{name} must be [{x_shape[0]}, {length}, {self.num_heads}, {self.head_dim}] for x of shape "
+                    f"{x_shape}, got {value.shape}"
+                )
 
     def _all(self, query, key, value, positions, state):
         num_tokens, length = query.shape[1], state.keys.shape[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,11 +12,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sdm_jax._layout import BANK_DTYPES
+from sdm_jax.checks import is_array
 from sdm_jax.flax import _settings
-from sdm_jax.flax.attention import Attention
-from sdm_jax.flax.layer import SparseDeltaMemory
+from sdm_jax.flax.attention import Attention, AttentionState
+from sdm_jax.flax.layer import SDMState, SparseDeltaMemory
 
 LAYER_KINDS = ("sdm", "swa", "attention")
+_MEMORY_SETTINGS = [
+    name for name in inspect.signature(SparseDeltaMemory.__init__).parameters if name not in ("self", "dim", "rngs")
+]
 
 Cache = tuple[Any, ...]
 """What the layers carry between pieces of a sequence, one state a layer; a pytree."""
@@ -34,6 +39,8 @@ class LanguageModelConfig:
         window: how many tokens, itself included, a token attends to in a `"swa"` layer.
         hidden_dim: width of the SwiGLU layers; None: 8/3 of `dim`, rounded up to a multiple of 32.
         memory: keyword arguments of `SparseDeltaMemory` for the `"sdm"` layers.
+        tie_head: the head is the embedding's matrix; else it has one of its own.
+        remat: the backward computes each block again instead of keeping what is inside it.
         dtype: dtype of the computation; None: `param_dtype`.
         param_dtype: dtype of the parameters.
     """
@@ -45,6 +52,8 @@ class LanguageModelConfig:
     window: int = 64
     hidden_dim: int | None = None
     memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tie_head: bool = True
+    remat: bool = False
     dtype: str | None = None
     param_dtype: str = "float32"
 
@@ -88,7 +97,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """A causal language model: an embedding, pre-norm blocks, and a head tied to the embedding.
+    """A causal language model: an embedding, pre-norm blocks, and a head.
 
     `logits, cache = model(tokens, cache)` continues where `cache` stopped; a text may be given in pieces
     of any length, or at once.
@@ -103,14 +112,20 @@ class LanguageModel(nnx.Module):
     """
 
     def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
-        if isinstance(config.layers, str) or not config.layers:
+        if not isinstance(config, LanguageModelConfig):
+            raise TypeError(f"config must be a LanguageModelConfig, got {type(config).__name__}")
+        if isinstance(config.layers, str) or not isinstance(config.layers, Sequence) or not config.layers:
             raise ValueError(f"layers must be a sequence of one or more of {LAYER_KINDS}, got {config.layers!r}")
         for i, kind in enumerate(config.layers):
             _settings.choice(f"layers[{i}]", kind, LAYER_KINDS)
         if config.hidden_dim is not None:
             _settings.integer("hidden_dim", config.hidden_dim, 1)
+        for name in _settings.metadata("memory", config.memory):
+            _settings.choice("a name in memory", name, _MEMORY_SETTINGS)
+        _settings.random_streams("rngs", rngs)
         param_dtype = _settings.float_dtype("param_dtype", config.param_dtype, BANK_DTYPES)
         dtype = _settings.float_dtype("dtype", config.dtype or param_dtype, BANK_DTYPES)
+        self.remat = _settings.flag("remat", config.remat)
         self.vocab_size = _settings.integer("vocab_size", config.vocab_size, 1)
         dim = _settings.integer("dim", config.dim, 1)
         self.embedding = nnx.Embed(
@@ -118,10 +133,13 @@ class LanguageModel(nnx.Module):
             dim,
             dtype=dtype,
             param_dtype=param_dtype,
-            # The head is the same matrix: at this deviation the first logits are of order one.
+            # A tied head is the same matrix: at this deviation the first logits are of order one.
             embedding_init=nnx.initializers.normal(stddev=dim**-0.5),
             rngs=rngs,
         )
+        tied = _settings.flag("tie_head", config.tie_head)
+        settings: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.head = None if tied else nnx.Linear(dim, self.vocab_size, use_bias=False, **settings)
         self.blocks = nnx.List([Block(kind, config, rngs=rngs) for kind in config.layers])
         self.norm = nnx.RMSNorm(dim, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
@@ -148,66 +166,39 @@ class LanguageModel(nnx.Module):
         Returns:
             `(logits, cache)`: `logits [B, T, vocab_size]` in float32 (float64 for a float64 model), and the
             cache after these tokens (None if none was given).
+
+        Raises:
+            TypeError: `tokens` is no array of integers, or `cache` not what `init_cache` gives.
+            ValueError: `tokens` has another shape, or `cache` is that of another number of texts or layers.
         """
+        if not is_array(tokens):
+            raise TypeError(f"tokens must be an array [batch, tokens], got {type(tokens).__name__}")
+        if not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise TypeError(f"tokens must have an integer dtype, got {tokens.dtype}")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be [batch, tokens], got shape {tokens.shape}")
+        if cache is not None:
+            self._check_cache(cache, tokens.shape[0])
         x = self.embedding(tokens)
+        run = nnx.remat(Block.__call__) if self.remat else Block.__call__
         states = []
         for i, block in enumerate(self.blocks):
-            x, state = block(x, None if cache is None else cache[i])
+            x, state = run(block, x, None if cache is None else cache[i])
             states.append(state)
-        logits = self.embedding.attend(self.norm(x))
+        x = self.norm(x)
+        logits = self.embedding.attend(x) if self.head is None else self.head(x)
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return logits, None if cache is None else tuple(states)
 
-
-@nnx.jit(static_argnames=("length",))
-def _generate(model, prompt, key, temperature, length):
-    batch, num_prompt = prompt.shape
-    cache = model.init_cache(batch, num_prompt + length)
-    logits, cache = model(prompt, cache)
-
-    def draw(logits, key):
-        # Dividing the logits would turn a temperature of zero into NaN; scaling the noise does not.
-        return jnp.argmax(logits + temperature * jax.random.gumbel(key, logits.shape, logits.dtype), axis=-1)
-
-    def step(carry, key):
-        logits, cache = carry
-        token = draw(logits, key)
-        logits, cache = model(token[:, None], cache)
-        return (logits[:, -1], cache), token
-
-    _, tokens = jax.lax.scan(step, (logits[:, -1], cache), jax.random.split(key, length))
-    return tokens.T
-
-
-def generate(
-    model: LanguageModel,
-    prompt: jax.typing.ArrayLike,
-    length: int,
-    *,
-    temperature: float = 1.0,
-    seed: int = 0,
-) -> jax.Array:
-    """Samples continuations: the prompt at once, then token by token.
-
-    The model should be in `eval()` mode if it has BatchNorm.
-
-    Arguments:
-        model: the model.
-        prompt: tokens, `[B, N]` with `N >= 1`.
-        length: how many tokens to sample.
-        temperature: 1 samples the model's distribution, 0 takes the likeliest token.
-        seed: of the samples.
-
-    Returns:
-        The sampled tokens, `[B, length]`, without the prompt.
-
-    Raises:
-        ValueError: the prompt is empty, or `length` or `temperature` is negative.
-    """
-    prompt = jnp.asarray(prompt)
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt must be [batch, tokens] with at least one token, got shape {prompt.shape}")
-    if not temperature >= 0:  # NaN is no temperature either
-        raise ValueError(f"temperature must be at least 0, got {temperature}")
-    length = _settings.integer("length", length, 0)
-    return _generate(model, prompt, jax.random.key(seed), jnp.float32(temperature), length)
+    def _check_cache(self, cache, batch):
+        if not isinstance(cache, tuple | list):
+            raise TypeError(f"cache must be a tuple, as init_cache gives it, or None, got {type(cache).__name__}")
+        if len(cache) != len(self.blocks):
+            raise ValueError(f"cache must have {len(self.blocks)} states, one a layer, got {len(cache)}")
+        for i, (block, state) in enumerate(zip(self.blocks, cache, strict=True)):
+            kind = SDMState if isinstance(block.mixer, SparseDeltaMemory) else AttentionState
+            if not isinstance(state, kind):
+                raise TypeError(f"cache[{i}] must be an {kind.__name__}, got {type(state).__name__}")
+            rows = state.bank if isinstance(state, SDMState) else state.keys
+            if is_array(rows) and rows.shape[:1] != (batch,):
+                raise ValueError(f"cache[{i}] is of {rows.shape[0]} texts, but tokens are of {batch}")

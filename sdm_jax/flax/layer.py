@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,17 @@ from sdm_jax import checks
 from sdm_jax._layout import BANK_DTYPES, SNAPSHOT_MODES
 from sdm_jax.decode import decode_step
 from sdm_jax.flax import _settings
+from sdm_jax.flax.parameters import BankParam, GateParam
 from sdm_jax.product_key import check_count, check_factors, product_key_topk
 from sdm_jax.write_read import write_read
 
 _L2_EPSILON = 1e-6
+# PyTorch's defaults: a published checkpoint means the same here.
+_NORM_EPSILON = 1e-5
+_BATCHNORM_MOMENTUM = 0.9
 _SMALLEST_A = 1e-4
 _DT_RANGE = (1e-3, 1e-1)
-
-
-class BankParam(nnx.Param):
-    """The learned initial bank: most of the parameters, of which a token touches few."""
-
-
-class GateParam(nnx.Param):
-    """A parameter of the forget gate, which weight decay would push towards a meaningless value."""
+MAX_SLOTS = 2**31 - 1
 
 
 @jax.tree_util.register_dataclass
@@ -101,8 +98,8 @@ class SparseDeltaMemory(nnx.Module):
             running statistics serve in `eval()` mode.
         key_weighted_decay: one forget gate a write, the token's gate times the write's weight, instead
             of one a token.
-        learned_bank: the initial bank is a parameter `[H, S, D]` shared by the batch; else zeros.
-        a_init_range: range of the uniform draw of `A`, the rate of forgetting.
+        learned_bank: the initial bank is a parameter `[H * S, D]` shared by the batch; else zeros.
+        A_init_range: range of the uniform draw of `A`, the rate of forgetting.
         use_bias: biases in the projections.
         snapshot_quant: how the backward's copy of overwritten rows is stored: `"none"`, `"bf16"`, `"fp8"`
             or `"int4"`.
@@ -114,7 +111,14 @@ class SparseDeltaMemory(nnx.Module):
         param_dtype: dtype of the parameters.
         kernel_init: initializer of the projections; by default a normal of deviation `dim^-0.5`, cut at three
             deviations. May carry partitioning metadata, as that of `nnx.Linear`.
-        bank_init: initializer of the learned bank; the same default.
+        out_kernel_init: that of the output projection, whose rows, not columns, belong to the heads; None:
+            `kernel_init`.
+        bias_init: initializer of the biases, by default zeros.
+        bank_init: initializer of the learned bank; by default as `kernel_init`'s default.
+        kernel_metadata: metadata of the projections' kernels, as `nnx.Linear` has it.
+        out_kernel_metadata: that of the output projection's kernel; None: `kernel_metadata`.
+        bias_metadata: metadata of the biases.
+        bank_metadata: metadata of the learned bank.
         rngs: random streams; `params` is used.
 
     Raises:
@@ -140,7 +144,7 @@ class SparseDeltaMemory(nnx.Module):
         query_batchnorm: bool = False,
         key_weighted_decay: bool = False,
         learned_bank: bool = True,
-        a_init_range: tuple[float, float] = (0.0, 16.0),
+        A_init_range: tuple[float, float] = (0.0, 16.0),
         use_bias: bool = False,
         snapshot_quant: str = "none",
         grad_bank_dtype: Any = None,
@@ -149,7 +153,13 @@ class SparseDeltaMemory(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer | None = None,
+        out_kernel_init: nnx.Initializer | None = None,
+        bias_init: nnx.Initializer = nnx.initializers.zeros,
         bank_init: nnx.Initializer | None = None,
+        kernel_metadata: Mapping[str, Any] | None = None,
+        out_kernel_metadata: Mapping[str, Any] | None = None,
+        bias_metadata: Mapping[str, Any] | None = None,
+        bank_metadata: Mapping[str, Any] | None = None,
         rngs: nnx.Rngs,
     ):
         self.dim = _settings.integer("dim", dim, 1)
@@ -177,11 +187,22 @@ class SparseDeltaMemory(nnx.Module):
                 )
             grad_bank_dtype = _settings.float_dtype("grad_bank_dtype", grad_bank_dtype, ("float32",))
         self.grad_bank_dtype = grad_bank_dtype
-        low, high = _check_range("a_init_range", a_init_range)
+        low, high = _check_range("A_init_range", A_init_range)
 
         init = nnx.initializers.truncated_normal(stddev=self.dim**-0.5, lower=-3.0, upper=3.0)
-        kernel_init = init if kernel_init is None else kernel_init
-        bank_init = init if bank_init is None else bank_init
+        kernel_init = init if kernel_init is None else _settings.initializer("kernel_init", kernel_init)
+        if out_kernel_init is None:
+            out_kernel_init = kernel_init
+        _settings.initializer("out_kernel_init", out_kernel_init)
+        _settings.initializer("bias_init", bias_init)
+        bank_init = init if bank_init is None else _settings.initializer("bank_init", bank_init)
+        kernel_metadata = _settings.metadata("kernel_metadata", kernel_metadata)
+        if out_kernel_metadata is None:
+            out_kernel_metadata = kernel_metadata
+        out_kernel_metadata = _settings.metadata("out_kernel_metadata", out_kernel_metadata)
+        bias_metadata = _settings.metadata("bias_metadata", bias_metadata)
+        bank_metadata = _settings.metadata("bank_metadata", bank_metadata)
+        _settings.random_streams("rngs", rngs)
 
         flags = {
             "normalize_readings": normalize_readings,
@@ -194,13 +215,25 @@ class SparseDeltaMemory(nnx.Module):
             _settings.flag(name, value)
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
-        def projection(columns):
-            return nnx.Linear(self.dim, columns, use_bias=use_bias, kernel_init=kernel_init, rngs=rngs, **dtypes)
+        def projection(columns, kernel_init=kernel_init, kernel_metadata=kernel_metadata):
+            return nnx.Linear(
+                self.dim,
+                columns,
+                use_bias=use_bias,
+                kernel_init=kernel_init,
+                bias_init=bias_init,
+                kernel_metadata=kernel_metadata,
+                bias_metadata=bias_metadata,
+                rngs=rngs,
+                **dtypes,
+            )
 
         def batchnorm():
             if not query_batchnorm:
                 return None
-            norm = nnx.BatchNorm(score_columns, momentum=0.9, rngs=rngs, **dtypes)
+            norm = nnx.BatchNorm(
+                score_columns, momentum=_BATCHNORM_MOMENTUM, epsilon=_NORM_EPSILON, rngs=rngs, **dtypes
+            )
             for statistic in (norm.mean, norm.var):
                 # Flax makes them float32, which the statistics of float64 scores do not fit.
                 statistic.set_value(statistic[...].astype(jnp.promote_types(self.dtype, jnp.float32)))
@@ -214,17 +247,24 @@ class SparseDeltaMemory(nnx.Module):
         self.value = projection(self.dim)
         self.decay = projection(self.num_heads)
         self.strength = projection(self.num_heads)
-        self.readings_norm = nnx.LayerNorm(self.head_dim, rngs=rngs, **dtypes) if normalize_readings else None
+        self.readings_norm = (
+            nnx.LayerNorm(self.head_dim, epsilon=_NORM_EPSILON, rngs=rngs, **dtypes) if normalize_readings else None
+        )
         self.output_gate = projection(self.dim) if output_gate else None
-        self.output = projection(self.dim)
+        self.output = projection(self.dim, out_kernel_init, out_kernel_metadata)
 
         a = jax.random.uniform(rngs.params(), (self.num_heads,), minval=low, maxval=high)
-        self.a_log = GateParam(jnp.log(jnp.maximum(a, _SMALLEST_A)).astype(self.param_dtype))
+        self.A_log = GateParam(jnp.log(jnp.maximum(a, _SMALLEST_A)).astype(self.param_dtype))
         low, high = (math.log(dt) for dt in _DT_RANGE)
         dt = jnp.exp(jax.random.uniform(rngs.params(), (self.num_heads,), minval=low, maxval=high))
         # The inverse of softplus.
         self.dt_bias = GateParam((dt + jnp.log(-jnp.expm1(-dt))).astype(self.param_dtype))
-        self.bank = BankParam(bank_init(rngs.params(), self._bank_shape, self.param_dtype)) if learned_bank else None
+        rows = self.num_heads * self.slots_per_head
+        self.bank = (
+            BankParam(bank_init(rngs.params(), (rows, self.head_dim), self.param_dtype), **bank_metadata)
+            if learned_bank
+            else None
+        )
 
     @property
     def _bank_shape(self) -> tuple[int, int, int]:
@@ -239,7 +279,7 @@ class SparseDeltaMemory(nnx.Module):
         else:
             # Cast before the broadcast, which then is all that stands before the op: anything else there
             # would be a pass over the banks of the whole batch.
-            bank = jnp.broadcast_to(self.bank[...].astype(dtype)[None], shape)
+            bank = jnp.broadcast_to(self.bank[...].astype(dtype).reshape(1, *self._bank_shape), shape)
         return SDMState(bank=bank, tokens=jnp.zeros((), jnp.int32))
 
     def __call__(self, x: jax.Array, state: SDMState | None = None) -> tuple[jax.Array, SDMState]:
@@ -253,26 +293,25 @@ class SparseDeltaMemory(nnx.Module):
             `(y, state)`: `y [B, T, dim]` in the layer's dtype, and the state after these tokens.
 
         Raises:
+            TypeError: `x` is no floating-point array, or `state` no `SDMState` of one.
             ValueError: `x` or `state` do not have the shapes above.
         """
-        if x.ndim != 3 or x.shape[-1] != self.dim:
-            raise ValueError(f"x must be [batch, tokens, {self.dim}], got shape {x.shape}")
+        _settings.features("x", x, self.dim)
         batch, num_tokens, _ = x.shape
         if state is None:
             state = self.init_state(batch)
-        elif state.bank.shape != (batch, *self._bank_shape):
-            raise ValueError(
-                f"state.bank must be {(batch, *self._bank_shape)} for x of shape {x.shape}, got {state.bank.shape}"
-            )
+        self._check_state(state, x.shape)
+        if batch * num_tokens == 0:  # of which BatchNorm has no statistics
+            return jnp.zeros(x.shape, self.dtype), SDMState(bank=state.bank, tokens=state.tokens + num_tokens)
         x = x.astype(self.dtype)
-        tokens = self._tokens(x)
+        operands = self.operands(x)
         if num_tokens == 1:
-            y, bank = decode_step(state.bank, *(a[:, :, 0] for a in tokens), implementation=self.implementation)
+            y, bank = decode_step(state.bank, *(a[:, :, 0] for a in operands), implementation=self.implementation)
             y = y[:, :, None]
         else:
             y, bank = write_read(
                 state.bank,
-                *tokens,
+                *operands,
                 chunk_size=self.chunk_size,
                 snapshot_quant=self.snapshot_quant,
                 grad_bank_dtype=self.grad_bank_dtype,
@@ -286,8 +325,29 @@ class SparseDeltaMemory(nnx.Module):
             y = y * jax.nn.sigmoid(self.output_gate(x))
         return self.output(y), SDMState(bank=bank, tokens=state.tokens + num_tokens)
 
-    def _tokens(self, x):
-        """What the op takes after the bank, each `[B, H, T, ...]`."""
+    def _check_state(self, state, x_shape):
+        if not isinstance(state, SDMState):
+            raise TypeError(f"state must be an SDMState, as init_state gives it, or None, got {type(state).__name__}")
+        for name in ("bank", "tokens"):
+            if not checks.is_array(getattr(state, name)):
+                raise TypeError(f"state.{name} must be an array, got {type(getattr(state, name)).__name__}")
+        if state.bank.dtype.name not in BANK_DTYPES:
+            raise TypeError(f"state.bank must be {', '.join(BANK_DTYPES)}, got {state.bank.dtype.name}")
+        shape = (x_shape[0], *self._bank_shape)
+        if state.bank.shape != shape:
+            raise ValueError(f"state.bank must be {shape} for x of shape {x_shape}, got {state.bank.shape}")
+        if state.tokens.shape or not jnp.issubdtype(state.tokens.dtype, jnp.integer):
+            raise TypeError(
+                f"state.tokens must be an integer scalar, got shape {state.tokens.shape} of {state.tokens.dtype}"
+            )
+
+    def operands(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """What tokens `x [B, T, dim]` ask of their banks: the arguments of `sdm_jax.write_read` after the bank.
+
+        Returns:
+            `(k_idx, k_val, v, beta, g, q_idx, q_val)`, each `[B, H, T, ...]`.
+        """
+        x = x.astype(self.dtype)
         acc = jnp.promote_types(self.dtype, jnp.float32)
         k_val, k_idx = self._select(self.write_scores, self.write_norm, x, self.num_writes)
         q_val, q_idx = self._select(self.read_scores, self.read_norm, x, self.num_reads)
@@ -295,7 +355,7 @@ class SparseDeltaMemory(nnx.Module):
         q_val = ACTIVATIONS[self.read_activation](q_val.astype(acc), self.read_scale)
         v = self._heads(self.value(x))
         beta = jax.nn.sigmoid(self._heads(self.strength(x)).astype(acc))
-        rate = jnp.exp(self.a_log[...].astype(acc))[None, None, :]
+        rate = jnp.exp(self.A_log[...].astype(acc))[None, None, :]
         step = jax.nn.softplus(self.decay(x).astype(acc) + self.dt_bias[...].astype(acc)[None, None, :])
         g = self._heads(-rate * step)
         if self.key_weighted_decay:
@@ -318,15 +378,9 @@ class SparseDeltaMemory(nnx.Module):
 
 
 def _check_slots(slots_per_head, product_key_factors) -> tuple[int, ...]:
-    slots = _settings.integer("slots_per_head", slots_per_head, 1, 2**31 - 1)
+    slots = _settings.integer("slots_per_head", slots_per_head, 1, MAX_SLOTS)
     if product_key_factors is None:
-        side = math.isqrt(slots)
-        if side * side != slots:
-            nearest = min(side**2, (side + 1) ** 2, key=lambda n: abs(n - slots))
-            raise ValueError(
-                f"slots_per_head must be a square unless product_key_factors are given, got {slots}"
-                f"; the nearest valid value is {nearest}"
-            )
+        side = _settings.square("slots_per_head", slots, MAX_SLOTS)
         return side, side
     factors = check_factors(product_key_factors, "product_key_factors")
     if math.prod(factors) != slots:

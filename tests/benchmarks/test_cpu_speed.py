@@ -48,15 +48,17 @@ def inputs(streams, tokens, slots, width, entries, seed=0):
 
 
 def best_times(contestants, rounds):
-    """Milliseconds of each function's best call, taking turns."""
+    """Milliseconds of each function's best call. They take turns of three calls, so that a call also comes after one
+    of its own kind: memory that another kind has just given back to the system costs the next one more."""
     best = dict.fromkeys(contestants, float("inf"))
     for f in contestants.values():
         jax.block_until_ready(f())
     for _ in range(rounds):
         for name, f in contestants.items():
-            start = time.perf_counter()
-            jax.block_until_ready(f())
-            best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
+            for _ in range(3):
+                start = time.perf_counter()
+                jax.block_until_ready(f())
+                best[name] = min(best[name], 1e3 * (time.perf_counter() - start))
     return best
 
 
@@ -153,7 +155,7 @@ def test_forward_against_plain_jax(arguments):
     )
     report("forward, P=2 T=2048 S=16384 D=256 W=R=32 C=64 float32, ms", {k: f"{v:8.1f}" for k, v in times.items()})
     assert times["plain JAX, token scan"] >= 1.5 * times["cpu"]
-    assert times["plain JAX, chunked"] >= 4 * times["cpu"]
+    assert times["plain JAX, chunked"] >= 6 * times["cpu"]
 
 
 def test_forward_and_backward_against_plain_jax(arguments):
@@ -169,7 +171,7 @@ def test_forward_and_backward_against_plain_jax(arguments):
         "forward and backward in place, P=2 T=2048 S=16384 D=256 W=R=32 C=64 float32, ms",
         {k: f"{v:8.1f}" for k, v in times.items()},
     )
-    assert min(v for k, v in times.items() if k != "cpu") >= 2.2 * times["cpu"]
+    assert min(v for k, v in times.items() if k != "cpu") >= 3 * times["cpu"]
 
 
 def test_training_step_against_plain_jax(arguments):
@@ -184,7 +186,7 @@ def test_training_step_against_plain_jax(arguments):
         "jax.grad, bank broadcast from a parameter, P=2 T=2048 S=16384 D=256 W=R=32 C=64 float32, ms",
         {k: f"{v:8.1f}" for k, v in times.items()},
     )
-    assert times["plain JAX"] >= 1.5 * times["cpu"]
+    assert times["plain JAX"] >= 2 * times["cpu"]
 
 
 def copy_rate(num_bytes=1 << 28):
@@ -220,3 +222,31 @@ def test_wide_forward_against_a_memory_copy():
         },
     )
     assert rate >= 0.4 * copy_bytes
+
+
+def test_product_key_topk_against_top_k():
+    rows, side, k = 2048, 256, 64
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 2 * side)), jnp.float32)
+
+    def of_factors(x):
+        return jax.lax.top_k(x[:, :side], k), jax.lax.top_k(x[:, side:], k)
+
+    def of_all_sums(x):
+        return jax.lax.top_k((x[:, :side, None] + x[:, None, side:]).reshape(-1, side * side), k)
+
+    times = best_times(
+        {
+            "product_key_topk": functools.partial(
+                jax.jit(lambda x: sdm_jax.product_key_topk(x, (side, side), k)), scores
+            ),
+            "lax.top_k of the factors, no merge": functools.partial(jax.jit(of_factors), scores),
+        },
+        rounds=10,
+    )
+    part = rows // 8  # all sums of all rows would take 512 MiB
+    times["lax.top_k of all sums"] = (
+        8 * best_times({"": functools.partial(jax.jit(of_all_sums), scores[:part])}, rounds=2)[""]
+    )
+    report(f"product keys, {rows} rows, two factors of {side}, k={k}, ms", {n: f"{v:8.1f}" for n, v in times.items()})
+    assert times["lax.top_k of the factors, no merge"] >= 2 * times["product_key_topk"]
+    assert times["lax.top_k of all sums"] >= 10 * times["product_key_topk"]

@@ -1,0 +1,51 @@
+"""Kinds of parameters: which of them weight decay is for, and how many there are of each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+
+class BankParam(nnx.Param):
+    """The learned initial bank: most of the parameters, of which a token touches few."""
+
+
+class GateParam(nnx.Param):
+    """A parameter of the forget gate (`A_log`, `dt_bias`), which weight decay would push to a meaningless value."""
+
+
+class ParameterCount(NamedTuple):
+    """Numbers of parameters."""
+
+    active: int
+    """Those that every token passes through."""
+    bank: int
+    """Those of initial banks, of which a token touches a few rows."""
+
+
+def count_parameters(node: Any) -> ParameterCount:
+    """Counts the parameters of a module or of its state, those of initial banks apart."""
+    params = node if isinstance(node, nnx.State) else nnx.state(node)
+    banks, others, _ = nnx.split_state(params, BankParam, nnx.Param, ...)
+    return ParameterCount(*(sum(x.size for x in jax.tree.leaves(part)) for part in (others, banks)))
+
+
+def weight_decay_mask(params: Any) -> Any:
+    """A mask for `optax.adamw(..., mask=weight_decay_mask)`: True for the matrices that every token passes through.
+
+    False for parameters of the forget gate (`GateParam`: `A_log`, `dt_bias`), for initial banks (`BankParam`:
+    decay would act on all rows, and a batch touches few), and for biases and scales of norms.
+
+    Arguments:
+        params: a pytree with `nnx.Variable`s as nodes, such as `nnx.state(model, nnx.Param)`.
+
+    Returns:
+        The same pytree with a bool for each array.
+    """
+
+    def decays(variable):
+        return variable.ndim >= 2 and not isinstance(variable, BankParam | GateParam)
+
+    return jax.tree.map(decays, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
