@@ -11,8 +11,7 @@
 namespace sdm::gpu {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kThreads = 256;  // half where shared memory is short
 
 struct Params {
   const int32_t *k_idx, *q_idx;
@@ -31,7 +30,10 @@ struct SlotTokens {
   double *since, *after, *dgate, *dweight, *terms;  // [C]
   float *gate, *weight;                             // [C]
   int32_t* token;                                   // [C]
-  static constexpr int kBytes = 5 * sizeof(double) + 2 * sizeof(float) + sizeof(int32_t);
+  // Whole 8-byte words, for the next warp's.
+  __host__ __device__ static int64_t bytes(int64_t chunk) {
+    return (chunk * static_cast<int64_t>(5 * sizeof(double) + 2 * sizeof(float) + sizeof(int32_t)) + 7) / 8 * 8;
+  }
 
   __device__ SlotTokens(void* memory, int chunk) {
     since = static_cast<double*>(memory);
@@ -49,7 +51,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __grid_constant__ Params a) {
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr unsigned kAll = 0xffffffffu;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, threads = static_cast<int>(blockDim.x);
   const int64_t stored = blockIdx.x, p = stored / a.chunks, n = stored % a.chunks;
   const int chunk = a.chunk, writes = a.writes, reads = a.reads;
   const int tokens = static_cast<int>(min(static_cast<int64_t>(chunk), a.tokens - n * chunk));
@@ -84,14 +86,14 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
                                  q_eff, nullptr};
 
   // Entries that no list names.
-  for (int i = threadIdx.x; i < tokens * writes; i += kThreads) {
+  for (int i = threadIdx.x; i < tokens * writes; i += threads) {
     if (static_cast<unsigned>(a.k_idx[entry0 + i]) >= static_cast<unsigned>(a.num_slots)) dk_val[i] = dx[i] = 0.0f;
   }
-  for (int i = threadIdx.x; i < tokens * reads; i += kThreads) {
+  for (int i = threadIdx.x; i < tokens * reads; i += threads) {
     if (static_cast<unsigned>(a.q_idx[read0 + i]) >= static_cast<unsigned>(a.num_slots)) dq_val[i] = 0.0f;
   }
   // Reads of slots that the chunk does not write: their rows came undecayed from the bank.
-  for (int j = threadIdx.x; j < read_records.count(); j += kThreads) {
+  for (int j = threadIdx.x; j < read_records.count(); j += threads) {
     const SlotRecord record = read_records.at(j);
     if (record.slot() < 0 || record.linked()) continue;
     if (read_records.stored == nullptr && write.find(record.slot()) >= 0) continue;
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
     }
   }
 
-  const SlotTokens slot(shared + warp * chunk * SlotTokens::kBytes, chunk);
+  const SlotTokens slot(shared + warp * SlotTokens::bytes(chunk), chunk);
   // Adds terms[0 .. last) of one reader, each to the gates after its own token up to `last`.
   const auto add_straddling = [&](int last) {
     __syncwarp();
@@ -134,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
     return warp_sum(own);
   };
 
-  for (int j0 = warp * 32; j0 < write_records.count(); j0 += kThreads) {
+  for (int j0 = warp * 32; j0 < write_records.count(); j0 += threads) {
     const SlotRecord record = write_records.at(j0 + lane);
     const int mine = record.slot();
     int reader = -1;
@@ -266,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
   }
   if (a.gates != 1) return;
   __syncthreads();
-  for (int t = warp; t < tokens; t += kWarps) {
+  for (int t = warp; t < tokens; t += threads / 32) {
     float sum = 0;
     for (int w = lane; w < writes; w += 32) sum += dx[t * writes + w];
     sum = warp_sum(sum);
@@ -319,7 +321,9 @@ cudaError_t phase1_backward(const Backward& b, Launch where) {
   a.by_writes = Divider(s.writes);
   a.by_reads = Divider(s.reads);
   const auto kernel = b.dtype == DType::bf16 ? phase1_backward_kernel<bf16> : phase1_backward_kernel<float>;
-  return launch(kernel, dim3(s.streams * a.chunks), kThreads, kWarps * s.chunk * SlotTokens::kBytes, where, a);
+  const auto shared_bytes = [&](int threads) { return static_cast<size_t>(threads / 32 * SlotTokens::bytes(s.chunk)); };
+  const int threads = shared_bytes(kThreads) <= shared_limit() ? kThreads : kThreads / 2;
+  return launch(kernel, dim3(s.streams * a.chunks), threads, shared_bytes(threads), where, a);
 }
 
 }  // namespace sdm::gpu
