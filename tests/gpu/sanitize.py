@@ -56,9 +56,20 @@ def decode(args):
     jax.block_until_ready(_calls._decode_cpu(*(x if n == "bank" else x[..., 0, :] for n, x in args.items())))
 
 
+def product_keys():
+    for dtype, factors, k in ((jnp.float32, (16, 16), 8), (jnp.bfloat16, (7, 5, 9), 11), (jnp.float32, (64,), 64)):
+        scores = jax.random.normal(jax.random.key(0), (5, sum(factors)), dtype)
+        values, ids = _calls.product_key_topk(scores, factors=factors, k=k, implementation="cuda")
+        settings = dict(factors=factors, k=k, implementation="cuda")
+        jax.block_until_ready(_calls.product_key_topk_backward(values, ids, **settings))
+
+
 def main(names):
-    for name in names or [*CASES, "steps"]:
+    for name in names or [*CASES, "steps", "product_keys"]:
         print(name, flush=True)
+        if name == "product_keys":
+            product_keys()
+            continue
         if name == "steps":
             for dtype, width, mode in ((jnp.bfloat16, 72, "none"), (jnp.float32, 17, "int4")):
                 steps(GPU, "cuda", make(D=width, S=60, T=30, W=6, R=5), dtype, mode)
