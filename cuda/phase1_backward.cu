@@ -80,9 +80,10 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
   const auto gate_of = [&](int t, int position) { return a.gates == 1 ? g[t] : g[position]; };
   const auto decayed = [](double x) { return expf(static_cast<float>(x)); };
 
-  const int4* write_records = a.write_records == nullptr ? nullptr : a.write_records + stored * a.write_slots;
-  const int4* read_records = a.read_records == nullptr ? nullptr : a.read_records + stored * a.read_slots_most;
-  const float* decay = a.decay + stored * a.write_slots;
+  const SlotRecords write_records{a.write_records == nullptr ? nullptr : a.write_records + stored * chunk * writes,
+                                  write, k_eff, a.decay + stored * a.write_slots};
+  const SlotRecords read_records{a.read_records == nullptr ? nullptr : a.read_records + stored * chunk * reads, read,
+                                 q_eff, nullptr};
 
   // Entries that no list names.
   for (int i = threadIdx.x; i < tokens * writes; i += threads) {
@@ -92,11 +93,11 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
     if (static_cast<unsigned>(a.q_idx[read0 + i]) >= static_cast<unsigned>(a.num_slots)) dq_val[i] = 0.0f;
   }
   // Reads of slots that the chunk does not write: their rows came undecayed from the bank.
-  for (int i = threadIdx.x; i < a.read_slots_most; i += threads) {
-    const SlotRecord record = record_of(read_records, read, i, nullptr, q_eff);
-    if (record.slot() < 0) break;
-    if (record.linked() || (read_records == nullptr && write.find(record.slot()) >= 0)) continue;
-    for (int e = read.begin(i); e < read.end(i); ++e) {
+  for (int j = threadIdx.x; j < read_records.count(); j += threads) {
+    const SlotRecord record = read_records.at(j);
+    if (record.slot() < 0 || record.linked()) continue;
+    if (read_records.stored == nullptr && write.find(record.slot()) >= 0) continue;
+    for (int e = read.begin(record.index()); e < read.end(record.index()); ++e) {
       const int position = read.position(e);
       if (position >= 0) dq_val[position] = dq_eff[position];
     }
@@ -135,16 +136,16 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
     return warp_sum(own);
   };
 
-  for (int i0 = warp * 32; i0 < a.write_slots; i0 += threads) {
-    const SlotRecord record = record_of(write_records, write, i0 + lane, decay, k_eff);
+  for (int j0 = warp * 32; j0 < write_records.count(); j0 += threads) {
+    const SlotRecord record = write_records.at(j0 + lane);
     const int mine = record.slot();
-    if (!__any_sync(kAll, mine >= 0)) break;
     int reader = -1;
-    if (mine >= 0 && (record.linked() || write_records == nullptr)) reader = read.find(mine);
+    if (mine >= 0 && record.linked()) reader = read_records.at(record.link()).index();
+    if (mine >= 0 && write_records.stored == nullptr) reader = read.find(mine);
     const bool simple = mine < 0 || record.single();
     if (mine >= 0 && simple) {
       // One entry: its reads from its token on passed its gate, and no other.
-      const int position = record.position(), t = a.by_writes(position);
+      const int position = j0 + lane, t = a.by_writes(position);
       const float kappa = to_float(k_val[position]);
       double dgate = 0, dweight = 0;
       for (int e = reader >= 0 ? read.begin(reader) : 0; reader >= 0 && e < read.end(reader); ++e) {
@@ -162,11 +163,11 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
       }
       const float eff = dk_eff[position];
       dk_val[position] = static_cast<float>(static_cast<double>(record.decay() * eff) + dk_carry[position] + dweight);
-      dx[position] = static_cast<float>(static_cast<double>(k_eff[position]) * eff + dgate + ddecay[i0 + lane]);
+      dx[position] = static_cast<float>(static_cast<double>(k_eff[position]) * eff + dgate + ddecay[record.index()]);
     }
     unsigned left = __ballot_sync(kAll, !simple);
     for (; left != 0; left &= left - 1) {
-      const int from = __ffs(left) - 1, i = i0 + from;
+      const int from = __ffs(left) - 1, i = __shfl_sync(kAll, record.index(), from);
       const int begin = write.begin(i), end = write.end(i);
       const int r = __shfl_sync(kAll, reader, from);
       // The slot's tokens: index, weights added up, and the terms of their own entries.
