@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from sdm_jax import _calls, checks, reference
-from sdm_jax._layout import accumulate_dtype
+from sdm_jax._layout import accumulate_dtype, has_scales
+from sdm_jax._sharding import vary_alike
 
 
 class _Static(NamedTuple):
@@ -95,6 +96,7 @@ def write_read(
     bank = jnp.asarray(bank)
     k_idx, q_idx = checks.clean_ids(k_idx, sizes.num_slots), checks.clean_ids(q_idx, sizes.num_slots)
     k_val, v, beta, g, q_val = map(jnp.asarray, (k_val, v, beta, g, q_val))
+    bank, k_idx, k_val, v, beta, g, q_idx, q_val = vary_alike((bank, k_idx, k_val, v, beta, g, q_idx, q_val))
     if settings.implementation == "reference":
         return reference.write_read(
             bank,
@@ -139,6 +141,8 @@ def _run(static: _Static, bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, save)
         save=save,
         implementation=static.implementation,
     )
+    # An array without elements is made again: XLA cannot carry one out of a `jax.shard_map`.
+    saved = [x for x in saved if x.size]
     return (y, new_bank), (new_bank, k_idx, k_val, beta, g, q_idx, q_val, *saved)
 
 
@@ -153,6 +157,9 @@ def _write_read_fwd(static: _Static, *operands):
 
 def _write_read_bwd(static: _Static, residuals, cotangents):
     new_bank, k_idx, k_val, beta, g, q_idx, q_val, *saved = residuals
+    if not has_scales(static.snapshot_quant):
+        snapshot = saved[-1]
+        saved.append(jnp.zeros((*snapshot.shape[:-2], 0), jnp.float32))
     dy, d_new_bank = cotangents
     # The first result is the initial bank, restored; nothing here needs it.
     _, d_bank, dk_val, dv, dbeta, dg, dq_val = _calls.backward(
