@@ -66,6 +66,7 @@ __device__ void steps(const Params& a) {
   uint4* mine = held + warp * a.writes * kLanes + sub;
   const auto row_of_entry = [&](int e) { return reinterpret_cast<const Packed<T, V>*>(mine + e * kLanes); };
 
+  group.sync();  // each block has started before another writes to its memory
   int task, part;
   while (take_piece(group, a.pieces, &memory.piece, &task, &part)) {
     const int64_t p = task / a.slices;
