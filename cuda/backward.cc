@@ -12,10 +12,10 @@ cudaError_t backward(const Backward& b, int stages, int64_t first, int64_t count
   cudaError_t error = cudaSuccess;
   if (stages & kPrepare) error = read_products(b.chunks, s, b.x, b.qx, s.chunks(), whole);
   if (error == cudaSuccess && stages & kPrepare) {
-    error = slot_records(b.chunks, s, RecordsOf::backward_writes, b.write_records, s.chunks(), whole);
+    error = slot_records(b.in, b.chunks, s, RecordsOf::backward_writes, b.write_records, s.chunks(), whole);
   }
   if (error == cudaSuccess && stages & kPrepare) {
-    error = slot_records(b.chunks, s, RecordsOf::reads, b.read_records, s.chunks(), whole);
+    error = slot_records(b.in, b.chunks, s, RecordsOf::reads, b.read_records, s.chunks(), whole);
   }
   if (error == cudaSuccess && stages & kBackwardSteps) {
     error = for_branches(branches, s, part_slices(s, b.parts), [&](Range range, cudaStream_t stream) {

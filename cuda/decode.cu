@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMost = 256;  // entries of a token
 constexpr int kBatch = 64;  // written rows, and read rows, that a block holds in registers
-constexpr int64_t kEnoughBlocks = 128;
+constexpr int64_t kEnoughBlocks = 512;
 
 struct Params {
   void* bank;
@@ -119,24 +119,33 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
   }
   __syncthreads();
   // A warp takes some writes and looks for others of their slots, and for reads, which see them all.
-  const int share = (a.writes + 4 * kWarps - 1) / (4 * kWarps) * 4;  // at most 32
+  const int share = (a.writes + 8 * kWarps - 1) / (8 * kWarps) * 8;  // at most 32
   const int first = warp * share;
   unsigned equals = 0;  // of which of them
-  for (int k = 0; k < share && first < kMost; k += 4) {
-    const int4 id = *reinterpret_cast<const int4*>(write_id + first + k);
-    const int e = first + k;
-#pragma unroll 2
-    for (int i = in_warp; i < a.writes; i += 32) {
-      const int other = write_id[i];
-      equals |= (other == id.x && i != e ? 1u : 0u) << k | (other == id.y && i != e + 1 ? 2u : 0u) << k |
-                (other == id.z && i != e + 2 ? 4u : 0u) << k | (other == id.w && i != e + 3 ? 8u : 0u) << k;
+  for (int k = 0; k < share; k += 8) {
+    const int4* mine = reinterpret_cast<const int4*>(write_id + first + k);
+    const int4 low = mine[0], high = mine[1];
+    int id[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) id[j] = id[j] < 0 ? -2 : id[j];  // no slot equals none
+    const auto compare = [&](int other) {
+      unsigned bits = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) bits |= other == id[j] ? 1u << j : 0u;
+      return bits;
+    };
+    unsigned found = 0;
+    for (int base = 0; base < a.writes; base += 64) {
+#pragma unroll
+      for (int i = base + in_warp; i < base + 64; i += 32) {
+        const int self = i - (first + k);
+        found |= compare(write_id[i]) & ~(static_cast<unsigned>(self) < 8 ? 1u << self : 0u);
+      }
     }
-#pragma unroll 2
-    for (int i = in_warp; i < a.reads; i += 32) {
-      const int other = read_id[i];
-      equals |= (other == id.x ? 1u : 0u) << k | (other == id.y ? 2u : 0u) << k | (other == id.z ? 4u : 0u) << k |
-                (other == id.w ? 8u : 0u) << k;
+    for (int base = 0; base < a.reads; base += 64) {
+      found |= compare(read_id[base + in_warp]) | compare(read_id[base + 32 + in_warp]);
     }
+    equals |= found << k;
   }
   equals = __reduce_or_sync(0xffffffffu, equals);
   // The first write of a slot takes the weights of the others, and of all reads.
@@ -144,7 +153,6 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
   for (; equals != 0; equals &= equals - 1) {
     const int e = first + __ffs(static_cast<int>(equals)) - 1;
     const int id = write_id[e];
-    if (id < 0) continue;
     float sum = 0, read_sum = 0;
     bool repeats = false;
     for (int i = in_warp; i < a.writes; i += 32) {

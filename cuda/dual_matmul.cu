@@ -142,23 +142,6 @@ __device__ inline void for_sums(const Sums& sums, Put put) {
   }
 }
 
-__device__ inline void put_two(float* p, float a, float b, bool both, bool vectors) {
-  if (vectors) {
-    *reinterpret_cast<float2*>(p) = make_float2(a, b);
-  } else {
-    p[0] = a;
-    if (both) p[1] = b;
-  }
-}
-__device__ inline void put_two(bf16* p, float a, float b, bool both, bool vectors) {
-  if (vectors) {
-    *reinterpret_cast<__nv_bfloat162*>(p) = __floats2bfloat162_rn(a, b);
-  } else {
-    from_float(p, a);
-    if (both) from_float(p + 1, b);
-  }
-}
-
 struct Dual {
   const float *x, *qx, *u, *inter;
   float* delta;
@@ -193,10 +176,10 @@ __global__ void __launch_bounds__(kThreads) dual_matmul_kernel(const __grid_cons
     const bool both = c + 1 < columns;
     if (reads) {
       const float* inter = a.inter + p * a.one_chunk_stride + at;
-      put_two(static_cast<T*>(a.y) + p * a.y_stride + at, inter[0] + left, both ? inter[1] + right : 0.0f, both,
-              vectors);
+      store_two(static_cast<T*>(a.y) + p * a.y_stride + at, inter[0] + left, both ? inter[1] + right : 0.0f, both,
+                vectors);
     } else {
-      put_two(a.delta + p * a.delta_stride + at, left, right, both, vectors);
+      store_two(a.delta + p * a.delta_stride + at, left, right, both, vectors);
     }
   });
 }
@@ -250,7 +233,7 @@ __global__ void __launch_bounds__(kThreads) du_matmul_kernel(const __grid_consta
   for_sums(sums, [&](int t, int c, float left, float right) {
     t += row0;
     if (t >= a.tokens || c >= columns) return;
-    put_two(a.du + p * a.row_stride + t * a.width + first + c, left, right, c + 1 < columns, vectors);
+    store_two(a.du + p * a.row_stride + t * a.width + first + c, left, right, c + 1 < columns, vectors);
   });
 }
 

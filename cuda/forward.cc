@@ -19,6 +19,19 @@ int forward_branches(const Forward& f) {
 namespace {
 
 cudaError_t steps(const Forward& f, int stages, int64_t first, int64_t count, const Branches& branches) {
+  if (runs_as_one_kernel(f)) {
+    const Launch where{branches.streams[0]};
+    // It comes with the last stage. The others have to launch something, or XLA cannot capture them.
+    if (!(stages & kMove)) return reset_steps(f, where);
+    if (!takes_scales(f)) return forward_steps(f, first, count, where);
+    // A row's scale needs all its columns before any is written.
+    cudaError_t error = cudaSuccess;
+    for (int64_t n = first; n < first + count && error == cudaSuccess; ++n) {
+      error = take_snapshot(f, n, Range{0, f.shape.width, 0, f.shape.streams}, where);
+      if (error == cudaSuccess) error = forward_steps(f, n, 1, where);
+    }
+    return error;
+  }
   return for_branches(branches, f.shape, 1, [&](Range range, cudaStream_t stream) {
     bool overlap = false;
     const auto run = [&](auto launcher, auto... args) {
@@ -52,7 +65,7 @@ cudaError_t forward(const Forward& whole, int stages, int64_t first, int64_t cou
     cudaError_t error = cudaSuccess;
     if (stages & kPhase1) error = phase1(f, held, all_columns);
     if (error == cudaSuccess && stages & kPhase1) {
-      error = slot_records(f.chunks, s, RecordsOf::writes, f.records, held, all_columns);
+      error = slot_records(f.in, f.chunks, s, RecordsOf::writes, f.records, held, all_columns);
     }
     if (error == cudaSuccess && stages & kSolve) error = solve(f, held, all_columns);
     if (error == cudaSuccess && stages & kSteps) error = steps(f, stages, n, taken, branches);

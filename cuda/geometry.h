@@ -27,16 +27,6 @@ inline int gather_warps(int entries, int rows_per_load, int in_flight) {
   return warps;
 }
 
-// Fills of its registers, of `held` rows a team, that a block of the movers takes one after another: it
-// stages C token rows of its slice in shared memory, and should move some times as many rows.
-inline int mover_passes(int64_t chunk, int held) {
-  return static_cast<int>(std::max<int64_t>(1, chunk / 64)) * (8 / held);
-}
-
-// Whether the backward's movers stage the chunk's token rows: two slices of float32 rows have to leave
-// room for several blocks on a multiprocessor; longer chunks read them through the first-level cache.
-inline bool stages_gradients(int64_t chunk) { return chunk <= 128; }
-
 // Ranges of streams, or of columns where there are few streams, run side by side on CUDA streams of their
 // own: one range's loads fill the gaps between the other's kernels. A range of columns keeps whole 256-byte
 // pieces of a row.

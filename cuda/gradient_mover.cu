@@ -1,10 +1,10 @@
-// Movers of the backward, one launch for a chunk (section 4 of the specification). Blocks as in the
-// mover, of two kinds:
+// Movers of the backward, one launch for a chunk (section 4 of the specification), in two kinds of blocks:
 // - written slots: restores the bank row from the snapshot, takes the dots of the slot and its entries, and
 //   moves the gradient row back through the write, then through the chunk's reads of the slot;
 // - slots that are only read: dots of the bank row with dY, and the gradient row plus what the reads give it.
-// Moves a gradient row in and out, and a snapshot row in and a bank row out, or a bank row in. Bound by
-// memory.
+// A warp takes up to 32 entries of a token in a slice of 64 columns: the slots that it names first, with the token's
+// rows of dret and delta, or of dY, in registers. Moves a gradient row in and out, and a snapshot row in and a bank
+// row out, or a bank row in. Bound by memory.
 //
 // Everything but du is on chip before the kernel that makes it has ended. Blocks of the second kind do not
 // wait for it at all: nothing between reads or writes their rows.
@@ -20,8 +20,9 @@ namespace sdm::gpu {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
 constexpr int kHeld = 2;  // rows of each kind that a team of lanes holds at once
-constexpr unsigned kAll = 0xffffffffu;
+constexpr int kItems = WarpRecords::kItems;
 
 // One kind of slot and what its entries need.
 struct Side {
@@ -30,10 +31,13 @@ struct Side {
   const float* weights;                   // k_eff, q_eff
   int64_t slots_stride, starts_stride, order_stride, weights_stride, entry_stride, part_entries;
   int most, entries, groups;
+  int per_token, token_warps;  // entries of a token, and the warps that share them
   Divider by_entries;
 
-  __device__ SlotLists lists(int64_t p, int num_slots) const {
-    return {slots + p * slots_stride, starts + p * starts_stride, order + p * order_stride, most, entries, num_slots};
+  __device__ SlotRecords records_of(int64_t p, const float* decays, int num_slots) const {
+    const SlotLists lists{
+        slots + p * slots_stride, starts + p * starts_stride, order + p * order_stride, most, entries, num_slots};
+    return {records == nullptr ? nullptr : records + p * order_stride, lists, weights + p * weights_stride, decays};
   }
 };
 
@@ -48,41 +52,47 @@ struct Params {
   float *dk_eff, *dk_carry, *ddecay, *dq_eff;
   int64_t width, bank_stride, token_stride, beta_stride, written_stride, row_bytes, part_slots;
   int64_t first_stream;
-  int streams, first_part, parts, part_slices, passes, tokens, streams_per_bank, num_slots;
-  bool staged;
+  int streams, first_part, parts, part_slices, tokens, streams_per_bank, num_slots;
 };
 
-// What a block works on.
+// What a warp works on.
 template <int V>
 struct Place {
   using Lanes = SliceLanes<V>;
-  static constexpr int kTeams = kThreads / Lanes::lanes;
-  static constexpr int kSlots = kTeams * kHeld;
-  int part, group, lane, team;
+  static constexpr int kTeams = 32 / Lanes::lanes;
+  int part, lane, team, index;
   int64_t p, bank_base;
+  SlotRecord* shared;  // [kItems]
+
+  // The token whose entries the warp takes; without records items are slots, and there is no token.
+  __device__ int token(const Side& side) const { return index / side.token_warps; }
+  __device__ WarpRecords records(const Side& side, const SlotRecords& all, bool linked) const {
+    const int skipped = index % side.token_warps * kItems;
+    return WarpRecords(all, shared, token(side) * side.per_token + skipped, side.per_token - skipped, linked);
+  }
 };
 
+// to[index], or adds to it what the slices before have given.
+__device__ inline void put(float* to, float x, int slice) { *to = slice > 0 ? *to + x : x; }
+
 template <class T, class G, int V, Quant Q>
-__device__ inline void move_written(const Params& a, const Place<V>& at, float* staged) {
+__device__ inline void move_written(const Params& a, const Place<V>& at) {
   using Lanes = SliceLanes<V>;
-  constexpr int kTeams = Place<V>::kTeams, kSlots = Place<V>::kSlots;
+  constexpr int kLanes = Lanes::lanes, kTeams = Place<V>::kTeams;
+  const unsigned team = team_mask<kLanes>();
   const int64_t p = at.p;
   const Side& side = a.write;
-  const SlotLists lists = side.lists(p, a.num_slots), reads = a.read.lists(p, a.num_slots);
-  const int4* records = side.records == nullptr ? nullptr : side.records + p * side.slots_stride;
-  const float* decay = a.decay + p * side.slots_stride;
-  const float* k_eff = side.weights + p * side.weights_stride;
-  const float* q_eff = a.read.weights + p * a.read.weights_stride;
+  const SlotRecords all = side.records_of(p, a.decay + p * side.slots_stride, a.num_slots);
+  const SlotRecords reads = a.read.records_of(p, nullptr, a.num_slots);
   float* dk_eff = a.dk_eff + at.part * side.part_entries + p * side.entry_stride;
   float* dk_carry = a.dk_carry + at.part * side.part_entries + p * side.entry_stride;
   float* dq_eff = a.dq_eff + at.part * a.read.part_entries + p * a.read.entry_stride;
   float* ddecay = a.ddecay + at.part * a.part_slots + p * side.slots_stride;
-  const float* beta = a.beta + p * a.beta_stride;
-  const int32_t* written = a.written + p * a.written_stride;
   const uint8_t* snapshot = static_cast<const uint8_t*>(a.snapshot) + p * side.slots_stride * a.row_bytes;
   const float* scale = a.scale + p * side.slots_stride;
-  float* staged_delta = staged + a.tokens * kSlice;
-  const int first = at.group * a.passes * kSlots + at.team;  // of the block, and of this team
+  const WarpRecords records = at.records(side, all, true);
+  const int token = at.token(side);
+  const bool own = all.stored != nullptr && token < a.tokens;
 
   for (int sl = 0; sl < a.part_slices; ++sl) {
     const int64_t column0 = (static_cast<int64_t>(at.part) * a.part_slices + sl) * kSlice;
@@ -91,160 +101,171 @@ __device__ inline void move_written(const Params& a, const Place<V>& at, float* 
     T* bank = static_cast<T*>(a.bank) + at.bank_base + column0;
     G* d_bank = static_cast<G*>(a.d_bank) + at.bank_base + column0;
     const T* dy = static_cast<const T*>(a.dy) + p * a.token_stride + column0;
-    const float* du_rows = a.du + p * a.token_stride + column0;
-    const float* delta_rows = a.delta + p * a.token_stride + column0;
-    // du is scaled by -beta; or it comes as dv = beta du.
-    const auto factor = [&](int t) { return a.beta == nullptr ? -1.0f : written[t] > 0 ? -beta[t] : 0.0f; };
-    int next[kHeld];
-    const auto look_up = [&](int pass) {
+    // A lane's part of the rows of one token: dret and delta.
+    const auto dret_of = [&](int t, int s, float (&x)[V]) {
+      const int c = Lanes::column(at.lane, s);
+      if (c >= columns) return;
+      // du is scaled by -beta; or it comes as dv = beta du.
+      float factor = -1.0f;
+      if (a.beta != nullptr) {
+        factor = a.written[p * a.written_stride + t] > 0 ? -a.beta[p * a.beta_stride + t] : 0.0f;
+      }
+      unpack<float, V>(load_row<float, V>(a.du + p * a.token_stride + column0 + t * a.width + c), x);
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) next[k] = lists.slot(first + (pass * kHeld + k) * kTeams);
+      for (int j = 0; j < V; ++j) x[j] *= factor;
     };
-    look_up(0);
-    for (int pass = 0; pass < a.passes; ++pass) {
-      int slots[kHeld];
-      SlotRecord record[kHeld];
-      Packed<T, V> rows[kHeld][Lanes::steps];
-      Packed<G, V> grads[kHeld][Lanes::steps];
+    const auto delta_of = [&](int t, int s, float (&x)[V]) {
+      const int c = Lanes::column(at.lane, s);
+      if (c < columns) load<float, V>(a.delta + p * a.token_stride + column0 + t * a.width + c, x);
+    };
+    Packed<T, V> rows[kHeld][Lanes::steps];
+    Packed<G, V> grads[kHeld][Lanes::steps];
+    const auto load_rows = [&](const SlotRecord& record, int k) {
+      const int slot = record.slot(), i = record.index();
+#pragma unroll
+      for (int s = 0; s < Lanes::steps; ++s) {
+        const int c = Lanes::column(at.lane, s);
+        rows[k][s] = {};
+        grads[k][s] = {};
+        if (slot < 0 || c >= columns) continue;
+        grads[k][s] = load_row<G, V>(d_bank + slot * a.width + c);
+        const float row_scale = Q == Quant::fp8 || Q == Quant::int4 ? scale[i] : 0.0f;
+        rows[k][s] = restore<T, V, Q>(snapshot + i * a.row_bytes, row_scale, column0 + c);
+      }
+    };
+    const auto restore_row = [&](const SlotRecord& record, int k, float (&row)[Lanes::steps][V],
+                                 float (&grad)[Lanes::steps][V]) {
+#pragma unroll
+      for (int s = 0; s < Lanes::steps; ++s) {
+        const int c = Lanes::column(at.lane, s);
+        if (record.slot() >= 0 && c < columns) store_packed<T, V>(bank + record.slot() * a.width + c, rows[k][s]);
+        unpack<T, V>(rows[k][s], row[s]);
+        unpack<G, V>(grads[k][s], grad[s]);
+      }
+    };
+    const auto store_row = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
+#pragma unroll
+      for (int s = 0; s < Lanes::steps; ++s) {
+        const int c = Lanes::column(at.lane, s);
+        if (record.slot() >= 0 && c < columns) store<G, V>(d_bank + record.slot() * a.width + c, moved[s]);
+      }
+    };
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) load_rows(records.simple_at(k * kTeams + at.team), k);
+    float dret[Lanes::steps][V] = {}, delta[Lanes::steps][V] = {};
+#pragma unroll
+    for (int s = 0; s < Lanes::steps; ++s) {
+      if (own) delta_of(token, s, delta[s]);
+    }
+    if (sl == 0) wait_for_previous();
+#pragma unroll
+    for (int s = 0; s < Lanes::steps; ++s) {
+      if (own) dret_of(token, s, dret[s]);
+    }
+    for (int base = 0; base < records.simple; base += kTeams * kHeld) {
+      float dots[kHeld] = {}, effs[kHeld] = {}, carries[kHeld] = {};
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
-        const int i = first + (pass * kHeld + k) * kTeams, slot = slots[k] = next[k];
+        const int i = base + k * kTeams + at.team;
+        const SlotRecord record = records.simple_at(i);
+        float row[Lanes::steps][V], grad[Lanes::steps][V];
+        restore_row(record, k, row, grad);
+        load_rows(records.simple_at(i + kTeams * kHeld), k);
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
-          const int c = Lanes::column(at.lane, s);
-          rows[k][s] = {};
-          grads[k][s] = {};
-          if (slot >= 0 && c < columns) {
-            grads[k][s] = load_row<G, V>(d_bank + slot * a.width + c);
-            const float row_scale = Q == Quant::fp8 || Q == Quant::int4 ? scale[i] : 0.0f;
-            rows[k][s] = restore<T, V, Q>(snapshot + i * a.row_bytes, row_scale, column0 + c);
-          }
-        }
-        record[k] = record_of(records, lists, i, decay, k_eff);
-      }
-      if (pass + 1 < a.passes) look_up(pass + 1);
-      if (pass == 0) {
-        if (sl > 0) __syncthreads();
-        if (a.staged) stage_slice<V>(staged_delta, delta_rows, a.width, a.tokens, columns, [](int, auto&) {});
-        if (sl == 0) wait_for_previous();
-        if (a.staged) {
-          stage_slice<V>(staged, du_rows, a.width, a.tokens, columns, [&](int t, auto& x) {
-            const float f = factor(t);
-            for (float& y : x) y *= f;
-          });
-        }
-        __syncthreads();
-      }
-      if (!__any_sync(kAll, slots[0] >= 0)) break;
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        const int i = first + (pass * kHeld + k) * kTeams, slot = slots[k];
-        const bool on = slot >= 0;
-        if (!__any_sync(kAll, on)) break;
-        float row[Lanes::steps][V], grad[Lanes::steps][V], moved[Lanes::steps][V];
-        float dot = 0;
-#pragma unroll
-        for (int s = 0; s < Lanes::steps; ++s) {
-          const int c = Lanes::column(at.lane, s);
-          if (on && c < columns) store_packed<T, V>(bank + slot * a.width + c, rows[k][s]);
-          unpack<T, V>(rows[k][s], row[s]);
-          unpack<G, V>(grads[k][s], grad[s]);
 #pragma unroll
           for (int j = 0; j < V; ++j) {
-            dot += grad[s][j] * row[s][j];
-            moved[s][j] = record[k].decay() * grad[s][j];
+            dots[k] += grad[s][j] * row[s][j];
+            effs[k] += dret[s][j] * row[s][j];
+            carries[k] += delta[s][j] * grad[s][j];
+            grad[s][j] = record.decay() * grad[s][j] + record.weight() * dret[s][j];
           }
         }
-        dot = group_sum<Lanes::lanes>(dot) * record[k].decay();
-        if (on && at.lane == 0) ddecay[i] = sl > 0 ? ddecay[i] + dot : dot;
-        // By the whole warp: `position` is -1 for a team that has no such entry.
-        const auto entry = [&](int position, float weight) {
-          const int t = position < 0 ? 0 : side.by_entries(position);
-          float eff = 0, carry = 0;
+        store_row(record, grad);
+      }
+      const float dot = team_sums<kLanes>(dots), eff = team_sums<kLanes>(effs), carry = team_sums<kLanes>(carries);
+      const SlotRecord record = records.simple_at(base + at.lane / (kLanes / kHeld) * kTeams + at.team);
+      if (at.lane % (kLanes / kHeld) == 0 && record.slot() >= 0) {
+        put(ddecay + record.index(), record.decay() * dot, sl);
+        put(dk_eff + records.position(record), eff, sl);
+        put(dk_carry + records.position(record), carry, sl);
+      }
+    }
+    // Slots of several entries, and those that the chunk reads.
+    for (int i = at.team; i < records.others; i += kTeams) {
+      const SlotRecord record = records.other_at(i);
+      load_rows(record, 0);
+      float row[Lanes::steps][V], grad[Lanes::steps][V], moved[Lanes::steps][V];
+      restore_row(record, 0, row, grad);
+      float dot = 0;
+#pragma unroll
+      for (int s = 0; s < Lanes::steps; ++s) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+          dot += grad[s][j] * row[s][j];
+          moved[s][j] = record.decay() * grad[s][j];
+        }
+      }
+      dot = team_sum<kLanes>(dot, team) * record.decay();
+      if (at.lane == 0) put(ddecay + record.index(), dot, sl);
+      all.for_writes(record, records.position(record), [&](int position, float weight) {
+        const int t = side.by_entries(position);
+        float eff = 0, carry = 0;
+#pragma unroll
+        for (int s = 0; s < Lanes::steps; ++s) {
+          float x[V] = {}, d[V] = {};
+          dret_of(t, s, x);
+          delta_of(t, s, d);
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            eff += x[j] * row[s][j];
+            carry += d[j] * grad[s][j];
+            moved[s][j] += weight * x[j];
+          }
+        }
+        eff = team_sum<kLanes>(eff, team);
+        carry = team_sum<kLanes>(carry, team);
+        if (at.lane == 0) {
+          put(dk_eff + position, eff, sl);
+          put(dk_carry + position, carry, sl);
+        }
+      });
+      if (record.linked()) {
+        reads.for_reads(record, record.link(), [&](int position, float weight) {
+          const int t = a.read.by_entries(position);
+          float sum = 0;
 #pragma unroll
           for (int s = 0; s < Lanes::steps; ++s) {
             const int c = Lanes::column(at.lane, s);
-            float dret[V] = {}, delta[V] = {};
-            if (a.staged) {
-              load_staged<V>(staged + t * kSlice, at.lane, s, dret);
-              load_staged<V>(staged_delta + t * kSlice, at.lane, s, delta);
-            } else if (position >= 0 && c < columns) {
-              const float f = factor(t);
-              load<float, V>(du_rows + t * a.width + c, dret);
-              load<float, V>(delta_rows + t * a.width + c, delta);
-#pragma unroll
-              for (int j = 0; j < V; ++j) dret[j] *= f;
-            }
+            float y[V] = {};
+            if (c < columns) load<T, V>(dy + t * a.width + c, y);
 #pragma unroll
             for (int j = 0; j < V; ++j) {
-              eff += dret[j] * row[s][j];
-              carry += delta[j] * grad[s][j];
-              if (position >= 0) moved[s][j] += weight * dret[j];
+              sum += y[j] * row[s][j];
+              moved[s][j] += weight * y[j];
             }
           }
-          eff = group_sum<Lanes::lanes>(eff);
-          carry = group_sum<Lanes::lanes>(carry);
-          if (position >= 0 && at.lane == 0) {
-            dk_eff[position] = sl > 0 ? dk_eff[position] + eff : eff;
-            dk_carry[position] = sl > 0 ? dk_carry[position] + carry : carry;
-          }
-        };
-        const bool single = record[k].single();
-        entry(on && single ? record[k].position() : -1, record[k].weight());
-        if (__any_sync(kAll, on && !single)) {
-          int e = on && !single ? lists.begin(i) : 0;
-          const int end = on && !single ? lists.end(i) : 0;
-          for (; __any_sync(kAll, e < end); ++e) {
-            const int position = e < end ? lists.position(e) : -1;
-            entry(position, position < 0 ? 0.0f : k_eff[position]);
-          }
-        }
-        // The chunk's reads of the slot.
-        if (__any_sync(kAll, on && record[k].linked())) {
-          const int link = on && record[k].linked() ? reads.find(slot) : -1;
-          int f = link >= 0 ? reads.begin(link) : 0;
-          const int last = link >= 0 ? reads.end(link) : 0;
-          for (; __any_sync(kAll, f < last); ++f) {
-            const int position = f < last ? reads.position(f) : -1;
-            const int t = position < 0 ? 0 : a.read.by_entries(position);
-            const float weight = position < 0 ? 0.0f : q_eff[position];
-            float sum = 0;
-#pragma unroll
-            for (int s = 0; s < Lanes::steps; ++s) {
-              const int c = Lanes::column(at.lane, s);
-              float y[V] = {};
-              if (position >= 0 && c < columns) load<T, V>(dy + t * a.width + c, y);
-#pragma unroll
-              for (int j = 0; j < V; ++j) {
-                sum += y[j] * row[s][j];
-                if (position >= 0) moved[s][j] += weight * y[j];
-              }
-            }
-            sum = group_sum<Lanes::lanes>(sum);
-            if (position >= 0 && at.lane == 0) dq_eff[position] = sl > 0 ? dq_eff[position] + sum : sum;
-          }
-        }
-#pragma unroll
-        for (int s = 0; s < Lanes::steps; ++s) {
-          const int c = Lanes::column(at.lane, s);
-          if (on && c < columns) store<G, V>(d_bank + slot * a.width + c, moved[s]);
-        }
+          sum = team_sum<kLanes>(sum, team);
+          if (at.lane == 0) put(dq_eff + position, sum, sl);
+        });
       }
+      store_row(record, moved);
     }
+    __syncwarp();
   }
 }
 
 template <class T, class G, int V>
-__device__ inline void move_read(const Params& a, const Place<V>& at, float* staged) {
+__device__ inline void move_read(const Params& a, const Place<V>& at) {
   using Lanes = SliceLanes<V>;
-  constexpr int kTeams = Place<V>::kTeams, kSlots = Place<V>::kSlots;
+  constexpr int kLanes = Lanes::lanes, kTeams = Place<V>::kTeams;
+  const unsigned team = team_mask<kLanes>();
   const int64_t p = at.p;
   const Side& side = a.read;
-  const SlotLists lists = side.lists(p, a.num_slots);
-  const int4* records = side.records == nullptr ? nullptr : side.records + p * side.slots_stride;
-  const float* q_eff = side.weights + p * side.weights_stride;
+  const SlotRecords all = side.records_of(p, nullptr, a.num_slots);
   float* dq_eff = a.dq_eff + at.part * side.part_entries + p * side.entry_stride;
-  const int first = at.group * a.passes * kSlots + at.team;
+  const WarpRecords records = at.records(side, all, false);
+  const int token = at.token(side);
   for (int sl = 0; sl < a.part_slices; ++sl) {
     const int64_t column0 = (static_cast<int64_t>(at.part) * a.part_slices + sl) * kSlice;
     if (column0 >= a.width) break;
@@ -252,111 +273,114 @@ __device__ inline void move_read(const Params& a, const Place<V>& at, float* sta
     const T* bank = static_cast<const T*>(a.bank) + at.bank_base + column0;
     G* d_bank = static_cast<G*>(a.d_bank) + at.bank_base + column0;
     const T* dy_rows = static_cast<const T*>(a.dy) + p * a.token_stride + column0;
-    int next[kHeld];
-    const auto look_up = [&](int pass) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) next[k] = lists.slot(first + (pass * kHeld + k) * kTeams);
+    const auto dy_of = [&](int t, int s, float (&x)[V]) {
+      const int c = Lanes::column(at.lane, s);
+      if (c < columns) load<T, V>(dy_rows + t * a.width + c, x);
     };
-    look_up(0);
-    for (int pass = 0; pass < a.passes; ++pass) {
-      int slots[kHeld];
-      SlotRecord record[kHeld];
-      Packed<T, V> rows[kHeld][Lanes::steps];
-      Packed<G, V> grads[kHeld][Lanes::steps];
+    Packed<T, V> rows[kHeld][Lanes::steps];
+    Packed<G, V> grads[kHeld][Lanes::steps];
+    const auto load_rows = [&](const SlotRecord& record, int k) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        const int slot = slots[k] = next[k];
-#pragma unroll
-        for (int s = 0; s < Lanes::steps; ++s) {
-          const int c = Lanes::column(at.lane, s);
-          rows[k][s] = {};
-          grads[k][s] = {};
-          // Rows of slots that are written too are read in vain.
-          if (slot >= 0 && c < columns) {
-            grads[k][s] = load_row<G, V>(d_bank + slot * a.width + c);
-            rows[k][s] = load_row<T, V>(bank + slot * a.width + c);
-          }
-        }
-        record[k] = record_of(records, lists, first + (pass * kHeld + k) * kTeams, nullptr, q_eff);
+      for (int s = 0; s < Lanes::steps; ++s) {
+        const int c = Lanes::column(at.lane, s);
+        rows[k][s] = {};
+        grads[k][s] = {};
+        if (record.slot() < 0 || c >= columns) continue;
+        grads[k][s] = load_row<G, V>(d_bank + record.slot() * a.width + c);
+        rows[k][s] = load_row<T, V>(bank + record.slot() * a.width + c);
       }
-      if (pass + 1 < a.passes) look_up(pass + 1);
-      if (pass == 0 && a.staged) {
-        if (sl > 0) __syncthreads();
-        stage_slice<V>(staged, dy_rows, a.width, a.tokens, columns, [](int, auto&) {});
-        __syncthreads();
+    };
+    const auto unpack_row = [&](int k, float (&row)[Lanes::steps][V], float (&grad)[Lanes::steps][V]) {
+#pragma unroll
+      for (int s = 0; s < Lanes::steps; ++s) {
+        unpack<T, V>(rows[k][s], row[s]);
+        unpack<G, V>(grads[k][s], grad[s]);
       }
-      if (!__any_sync(kAll, slots[0] >= 0)) break;
+    };
+    const auto store_row = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        const bool on = slots[k] >= 0 && !record[k].linked();
-        if (!__any_sync(kAll, on)) continue;
-        const int i = first + (pass * kHeld + k) * kTeams;
-        float row[Lanes::steps][V], grad[Lanes::steps][V];
-#pragma unroll
-        for (int s = 0; s < Lanes::steps; ++s) {
-          unpack<T, V>(rows[k][s], row[s]);
-          unpack<G, V>(grads[k][s], grad[s]);
-        }
-        const auto entry = [&](int position, float weight) {
-          const int t = position < 0 ? 0 : side.by_entries(position);
-          float dot = 0;
-#pragma unroll
-          for (int s = 0; s < Lanes::steps; ++s) {
-            const int c = Lanes::column(at.lane, s);
-            float dy[V] = {};
-            if (a.staged) {
-              load_staged<V>(staged + t * kSlice, at.lane, s, dy);
-            } else if (position >= 0 && c < columns) {
-              load<T, V>(dy_rows + t * a.width + c, dy);
-            }
-#pragma unroll
-            for (int j = 0; j < V; ++j) {
-              dot += dy[j] * row[s][j];
-              if (position >= 0) grad[s][j] += weight * dy[j];
-            }
-          }
-          dot = group_sum<Lanes::lanes>(dot);
-          if (position >= 0 && at.lane == 0) dq_eff[position] = sl > 0 ? dq_eff[position] + dot : dot;
-        };
-        const bool single = record[k].single();
-        entry(on && single ? record[k].position() : -1, record[k].weight());
-        if (__any_sync(kAll, on && !single)) {
-          int e = on && !single ? lists.begin(i) : 0;
-          const int end = on && !single ? lists.end(i) : 0;
-          for (; __any_sync(kAll, e < end); ++e) {
-            const int position = e < end ? lists.position(e) : -1;
-            entry(position, position < 0 ? 0.0f : q_eff[position]);
-          }
-        }
-#pragma unroll
-        for (int s = 0; s < Lanes::steps; ++s) {
-          const int c = Lanes::column(at.lane, s);
-          if (on && c < columns) store<G, V>(d_bank + slots[k] * a.width + c, grad[s]);
-        }
+      for (int s = 0; s < Lanes::steps; ++s) {
+        const int c = Lanes::column(at.lane, s);
+        if (record.slot() >= 0 && c < columns) store<G, V>(d_bank + record.slot() * a.width + c, moved[s]);
       }
+    };
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) load_rows(records.simple_at(k * kTeams + at.team), k);
+    float dy[Lanes::steps][V] = {};
+#pragma unroll
+    for (int s = 0; s < Lanes::steps; ++s) {
+      if (all.stored != nullptr && token < a.tokens) dy_of(token, s, dy[s]);
     }
+    for (int base = 0; base < records.simple; base += kTeams * kHeld) {
+      float dots[kHeld] = {};
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        const int i = base + k * kTeams + at.team;
+        const SlotRecord record = records.simple_at(i);
+        float row[Lanes::steps][V], grad[Lanes::steps][V];
+        unpack_row(k, row, grad);
+        load_rows(records.simple_at(i + kTeams * kHeld), k);
+#pragma unroll
+        for (int s = 0; s < Lanes::steps; ++s) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            dots[k] += dy[s][j] * row[s][j];
+            grad[s][j] += record.weight() * dy[s][j];
+          }
+        }
+        store_row(record, grad);
+      }
+      const float dot = team_sums<kLanes>(dots);
+      const SlotRecord record = records.simple_at(base + at.lane / (kLanes / kHeld) * kTeams + at.team);
+      if (at.lane % (kLanes / kHeld) == 0 && record.slot() >= 0) put(dq_eff + records.position(record), dot, sl);
+    }
+    for (int i = at.team; i < records.others; i += kTeams) {  // slots of several entries
+      const SlotRecord record = records.other_at(i);
+      load_rows(record, 0);
+      float row[Lanes::steps][V], grad[Lanes::steps][V];
+      unpack_row(0, row, grad);
+      all.for_reads(record, records.position(record), [&](int position, float weight) {
+        float sum = 0;
+#pragma unroll
+        for (int s = 0; s < Lanes::steps; ++s) {
+          float y[V] = {};
+          dy_of(side.by_entries(position), s, y);
+#pragma unroll
+          for (int j = 0; j < V; ++j) {
+            sum += y[j] * row[s][j];
+            grad[s][j] += weight * y[j];
+          }
+        }
+        sum = team_sum<kLanes>(sum, team);
+        if (at.lane == 0) put(dq_eff + position, sum, sl);
+      });
+      store_row(record, grad);
+    }
+    __syncwarp();
   }
 }
 
 template <class T, class G, int V, Quant Q>
-__global__ void __launch_bounds__(kThreads, 3) gradient_mover_kernel(const __grid_constant__ Params a) {
-  extern __shared__ __align__(16) float staged[];  // dret, delta: [2][C][64]; or dY: [C][64]
+__global__ void __launch_bounds__(kThreads, V == 1 ? 1 : 3) gradient_mover_kernel(const __grid_constant__ Params a) {
+  __shared__ SlotRecord records[kWarps][kItems];
   using Lanes = SliceLanes<V>;
   Place<V> at;
   // Slots that are only read come first: they have nothing to wait for.
   const int read_blocks = a.streams * a.read.groups * a.parts;
   const bool reads = static_cast<int>(blockIdx.x) < read_blocks;
   const int block = reads ? blockIdx.x : blockIdx.x - read_blocks, groups = reads ? a.read.groups : a.write.groups;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  at.index = block / a.parts % groups * kWarps + warp;
   at.part = a.first_part + block % a.parts;
-  at.group = block / a.parts % groups;
   at.p = a.first_stream + block / a.parts / groups;
   at.lane = threadIdx.x % Lanes::lanes;
-  at.team = threadIdx.x / Lanes::lanes;
+  at.team = threadIdx.x % 32 / Lanes::lanes;
   at.bank_base = at.p / a.streams_per_bank * a.bank_stride;
+  at.shared = records[warp];
   if (reads) {
-    move_read<T, G, V>(a, at, staged);
+    move_read<T, G, V>(a, at);
   } else {
-    move_written<T, G, V, Q>(a, at, staged);
+    move_written<T, G, V, Q>(a, at);
   }
   let_next_start();
 }
@@ -390,7 +414,7 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
     x.slots = slots + c.stored_chunk * most;
     x.starts = starts + c.stored_chunk * (most + 1);
     x.order = order + c.stored_chunk * s.chunk * entries;
-    x.records = linked ? static_cast<const int4*>(records) + c.stored_chunk * most : nullptr;
+    x.records = linked ? static_cast<const int4*>(records) + c.stored_chunk * s.chunk * entries : nullptr;
     x.weights = at<float>(weights, c.stored_token * entries);
     x.slots_stride = s.stored_chunks * most;
     x.starts_stride = s.stored_chunks * (most + 1);
@@ -401,6 +425,11 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
     x.most = static_cast<int>(most);
     x.entries = c.tokens * static_cast<int>(entries);
     x.by_entries = Divider(entries);
+    // Without records, a warp takes slots in the order of the list.
+    x.per_token = linked ? static_cast<int>(entries) : kItems;
+    x.token_warps = static_cast<int>(div_up(x.per_token, kItems));
+    const int64_t tokens = linked ? c.tokens : div_up(most, kItems);
+    x.groups = static_cast<int>(div_up(tokens * x.token_warps, kWarps));
     return x;
   };
   const Chunks& k = b.chunks;
@@ -431,8 +460,6 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
   a.first_stream = range.first_stream;
   a.streams = static_cast<int>(range.streams);
   a.parts = static_cast<int>(div_up(range.end - range.begin, kSlice * a.part_slices));
-  a.passes = mover_passes(s.chunk, kHeld);
-  a.staged = stages_gradients(s.chunk);
   a.tokens = c.tokens;
   a.streams_per_bank = static_cast<int>(s.streams_per_bank);
   a.num_slots = static_cast<int>(s.slots);
@@ -440,11 +467,8 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
     using T = decltype(type);
     using G = decltype(grad);
     constexpr int V = decltype(v)::value;
-    for (Side* x : {&a.write, &a.read}) {
-      x->groups = static_cast<int>(div_up(std::min<int64_t>(x->most, x->entries), Place<V>::kSlots * a.passes));
-    }
     return launch(kernel_for<T, G, V>(b.quant), dim3(a.parts * (a.write.groups + a.read.groups) * range.streams),
-                  kThreads, a.staged ? (write ? 2 : 1) * sizeof(float) * c.tokens * kSlice : 0, where, a);
+                  kThreads, 0, where, a);
   };
   return for_rows(b.dtype, s.width, [&](auto type, auto v) {
     if (b.dtype == b.grad_dtype) return run(type, type, v);

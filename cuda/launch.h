@@ -30,8 +30,8 @@ cudaError_t solve(const Forward& f, int64_t count, Launch where);
 // The 16-byte records that the movers read: of written slots with k_carry, for the forward; of written slots
 // with k_eff and of read slots with q_eff, for the backward.
 enum class RecordsOf { writes, backward_writes, reads };
-cudaError_t slot_records(const Chunks& chunks, const Shape& s, RecordsOf of, void* records, int64_t count,
-                         Launch where);
+cudaError_t slot_records(const Inputs& in, const Chunks& chunks, const Shape& s, RecordsOf of, void* records,
+                         int64_t count, Launch where);
 // QX = QK X only, for the backward.
 cudaError_t read_products(const Chunks& chunks, const Shape& s, const void* x, void* qx, int64_t count, Launch where);
 
@@ -48,6 +48,13 @@ cudaError_t read_mover(const Backward& b, int64_t n, Range range, Launch where);
 
 // Both at once, with the records of both lists.
 cudaError_t gradient_mover(const Backward& b, int64_t n, Range range, Launch where);
+
+// All of these of chunks first .. first + count in one kernel, for the calls that `runs_as_one_kernel` names. It counts
+// in `inter`, which it leaves undefined.
+bool runs_as_one_kernel(const Forward& f);
+cudaError_t forward_steps(const Forward& f, int64_t first, int64_t count, Launch where);
+// Only sets its counters to zero.
+cudaError_t reset_steps(const Forward& f, Launch where);
 
 // All chunks side by side: what the columns together give to A, QK and beta; scales du in `dv` to dv.
 cudaError_t square_gradients(const Backward& b, Launch where);

@@ -11,8 +11,7 @@
 namespace sdm::gpu {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kThreads = 256;  // half where shared memory is short
 
 struct Params {
   const int32_t *k_idx, *q_idx;
@@ -31,7 +30,10 @@ struct SlotTokens {
   double *since, *after, *dgate, *dweight, *terms;  // [C]
   float *gate, *weight;                             // [C]
   int32_t* token;                                   // [C]
-  static constexpr int kBytes = 5 * sizeof(double) + 2 * sizeof(float) + sizeof(int32_t);
+  // Whole 8-byte words, for the next warp's.
+  __host__ __device__ static int64_t bytes(int64_t chunk) {
+    return (chunk * static_cast<int64_t>(5 * sizeof(double) + 2 * sizeof(float) + sizeof(int32_t)) + 7) / 8 * 8;
+  }
 
   __device__ SlotTokens(void* memory, int chunk) {
     since = static_cast<double*>(memory);
@@ -49,7 +51,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __grid_constant__ Params a) {
   extern __shared__ __align__(16) unsigned char shared[];
   constexpr unsigned kAll = 0xffffffffu;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, threads = static_cast<int>(blockDim.x);
   const int64_t stored = blockIdx.x, p = stored / a.chunks, n = stored % a.chunks;
   const int chunk = a.chunk, writes = a.writes, reads = a.reads;
   const int tokens = static_cast<int>(min(static_cast<int64_t>(chunk), a.tokens - n * chunk));
@@ -78,29 +80,30 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
   const auto gate_of = [&](int t, int position) { return a.gates == 1 ? g[t] : g[position]; };
   const auto decayed = [](double x) { return expf(static_cast<float>(x)); };
 
-  const int4* write_records = a.write_records == nullptr ? nullptr : a.write_records + stored * a.write_slots;
-  const int4* read_records = a.read_records == nullptr ? nullptr : a.read_records + stored * a.read_slots_most;
-  const float* decay = a.decay + stored * a.write_slots;
+  const SlotRecords write_records{a.write_records == nullptr ? nullptr : a.write_records + stored * chunk * writes,
+                                  write, k_eff, a.decay + stored * a.write_slots};
+  const SlotRecords read_records{a.read_records == nullptr ? nullptr : a.read_records + stored * chunk * reads, read,
+                                 q_eff, nullptr};
 
   // Entries that no list names.
-  for (int i = threadIdx.x; i < tokens * writes; i += kThreads) {
+  for (int i = threadIdx.x; i < tokens * writes; i += threads) {
     if (static_cast<unsigned>(a.k_idx[entry0 + i]) >= static_cast<unsigned>(a.num_slots)) dk_val[i] = dx[i] = 0.0f;
   }
-  for (int i = threadIdx.x; i < tokens * reads; i += kThreads) {
+  for (int i = threadIdx.x; i < tokens * reads; i += threads) {
     if (static_cast<unsigned>(a.q_idx[read0 + i]) >= static_cast<unsigned>(a.num_slots)) dq_val[i] = 0.0f;
   }
   // Reads of slots that the chunk does not write: their rows came undecayed from the bank.
-  for (int i = threadIdx.x; i < a.read_slots_most; i += kThreads) {
-    const SlotRecord record = record_of(read_records, read, i, nullptr, q_eff);
-    if (record.slot() < 0) break;
-    if (record.linked() || (read_records == nullptr && write.find(record.slot()) >= 0)) continue;
-    for (int e = read.begin(i); e < read.end(i); ++e) {
+  for (int j = threadIdx.x; j < read_records.count(); j += threads) {
+    const SlotRecord record = read_records.at(j);
+    if (record.slot() < 0 || record.linked()) continue;
+    if (read_records.stored == nullptr && write.find(record.slot()) >= 0) continue;
+    for (int e = read.begin(record.index()); e < read.end(record.index()); ++e) {
       const int position = read.position(e);
       if (position >= 0) dq_val[position] = dq_eff[position];
     }
   }
 
-  const SlotTokens slot(shared + warp * chunk * SlotTokens::kBytes, chunk);
+  const SlotTokens slot(shared + warp * SlotTokens::bytes(chunk), chunk);
   // Adds terms[0 .. last) of one reader, each to the gates after its own token up to `last`.
   const auto add_straddling = [&](int last) {
     __syncwarp();
@@ -133,16 +136,16 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
     return warp_sum(own);
   };
 
-  for (int i0 = warp * 32; i0 < a.write_slots; i0 += kThreads) {
-    const SlotRecord record = record_of(write_records, write, i0 + lane, decay, k_eff);
+  for (int j0 = warp * 32; j0 < write_records.count(); j0 += threads) {
+    const SlotRecord record = write_records.at(j0 + lane);
     const int mine = record.slot();
-    if (!__any_sync(kAll, mine >= 0)) break;
     int reader = -1;
-    if (mine >= 0 && (record.linked() || write_records == nullptr)) reader = read.find(mine);
+    if (mine >= 0 && record.linked()) reader = read_records.at(record.link()).index();
+    if (mine >= 0 && write_records.stored == nullptr) reader = read.find(mine);
     const bool simple = mine < 0 || record.single();
     if (mine >= 0 && simple) {
       // One entry: its reads from its token on passed its gate, and no other.
-      const int position = record.position(), t = a.by_writes(position);
+      const int position = j0 + lane, t = a.by_writes(position);
       const float kappa = to_float(k_val[position]);
       double dgate = 0, dweight = 0;
       for (int e = reader >= 0 ? read.begin(reader) : 0; reader >= 0 && e < read.end(reader); ++e) {
@@ -160,11 +163,11 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
       }
       const float eff = dk_eff[position];
       dk_val[position] = static_cast<float>(static_cast<double>(record.decay() * eff) + dk_carry[position] + dweight);
-      dx[position] = static_cast<float>(static_cast<double>(k_eff[position]) * eff + dgate + ddecay[i0 + lane]);
+      dx[position] = static_cast<float>(static_cast<double>(k_eff[position]) * eff + dgate + ddecay[record.index()]);
     }
     unsigned left = __ballot_sync(kAll, !simple);
     for (; left != 0; left &= left - 1) {
-      const int from = __ffs(left) - 1, i = i0 + from;
+      const int from = __ffs(left) - 1, i = __shfl_sync(kAll, record.index(), from);
       const int begin = write.begin(i), end = write.end(i);
       const int r = __shfl_sync(kAll, reader, from);
       // The slot's tokens: index, weights added up, and the terms of their own entries.
@@ -265,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 4) phase1_backward_kernel(const __gr
   }
   if (a.gates != 1) return;
   __syncthreads();
-  for (int t = warp; t < tokens; t += kWarps) {
+  for (int t = warp; t < tokens; t += threads / 32) {
     float sum = 0;
     for (int w = lane; w < writes; w += 32) sum += dx[t * writes + w];
     sum = warp_sum(sum);
@@ -318,7 +321,9 @@ cudaError_t phase1_backward(const Backward& b, Launch where) {
   a.by_writes = Divider(s.writes);
   a.by_reads = Divider(s.reads);
   const auto kernel = b.dtype == DType::bf16 ? phase1_backward_kernel<bf16> : phase1_backward_kernel<float>;
-  return launch(kernel, dim3(s.streams * a.chunks), kThreads, kWarps * s.chunk * SlotTokens::kBytes, where, a);
+  const auto shared_bytes = [&](int threads) { return static_cast<size_t>(threads / 32 * SlotTokens::bytes(s.chunk)); };
+  const int threads = shared_bytes(kThreads) <= shared_limit() ? kThreads : kThreads / 2;
+  return launch(kernel, dim3(s.streams * a.chunks), threads, shared_bytes(threads), where, a);
 }
 
 }  // namespace sdm::gpu

@@ -85,7 +85,7 @@ struct Forward {
   // The CUDA core's whole calls have no `retrieved`: the gather makes `error` and `u`. Where nothing is
   // saved, `error` is null and `delta` holds one chunk, [P, C, D].
   bool one_chunk_rows = false;
-  void* records = nullptr;  // [P, N, U, 4] int32, 16 bytes of each written slot for the mover
+  void* records = nullptr;  // [P, N, C * W, 4] int32, 16 bytes of each written slot for the mover
 
   // Where chunk n's rows of `error` and `delta` begin, and the step from stream to stream.
   int64_t row_offset(int64_t n) const {
@@ -113,8 +113,8 @@ struct Backward {
   void* dv = nullptr;              // [P, T, D] acc
   // Of the CUDA core: QK X, and 16-byte records of the written and of the read slots.
   void* qx = nullptr;             // [P, N, C, C] acc
-  void* write_records = nullptr;  // [P, N, U, 4] int32
-  void* read_records = nullptr;   // [P, N, V, 4] int32
+  void* write_records = nullptr;  // [P, N, C * W, 4] int32
+  void* read_records = nullptr;   // [P, N, C * R, 4] int32
   // Sums over the columns. Each of the `parts` column ranges has its own copy; part 0 receives the sum.
   int64_t parts = 1;
   void* da = nullptr;        // [parts, P, N, C, C] acc

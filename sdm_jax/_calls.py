@@ -66,6 +66,15 @@ def _call(
     return _cuda_calls.apart(list(emit(*operands, **attributes)), aliases.values())
 
 
+# Axes of the fields of Chunks (see _sharding.py).
+_CHUNKS_AXES = "ncc ncc tw tw tr nu nu ne nu nv nv ne t"
+
+
+def _with_whole_rows(axes: str, snapshot_quant: str) -> str:
+    """With no columns apart where a snapshot row needs them all, for its scale."""
+    return axes.replace("d", "x") if _layout.has_scales(snapshot_quant) else axes
+
+
 # ---- the steps one by one
 
 
@@ -93,6 +102,7 @@ phase1 = define(
     phase1_results,
     cpu=lambda *x, **params: _call("sdm_phase1", phase1_results(*x, **params), x, **params),
     xla=lambda *x, platform, **params: _xla.phase1(*x, **params),
+    axes=f"tw tw tg tr tr -> {_CHUNKS_AXES}",
 )
 
 
@@ -105,6 +115,7 @@ solve = define(
     _solve_results,
     cpu=lambda *x: _call("sdm_solve", _solve_results(*x), x),
     xla=lambda *x, platform: _xla.solve(*x),
+    axes="ncc ncc tg t -> ncc ncc",
 )
 
 
@@ -118,6 +129,7 @@ gather = define(
     _gather_results,
     cpu=lambda *x: _call("sdm_gather", _gather_results(*x), x),
     xla=lambda *x, platform: _xla.gather(*x),
+    axes="sd tw tw tr tr -> td td",
 )
 
 
@@ -132,6 +144,7 @@ take_snapshot = define(
     _take_snapshot_results,
     cpu=lambda *x, **params: _call("sdm_take_snapshot", _take_snapshot_results(*x, **params), x, **params),
     xla=lambda *x, platform, snapshot_quant: _xla.take_snapshot(*x, mode=snapshot_quant),
+    axes=lambda snapshot_quant: _with_whole_rows("sd u -> ud u", snapshot_quant),
 )
 
 
@@ -145,6 +158,7 @@ dual_matmul = define(
     # The last result is a workspace.
     cpu=lambda *x: _call("sdm_dual_matmul", (*_dual_matmul_results(*x), _like(x[5])), x)[:-1],
     xla=lambda *x, platform: _xla.dual_matmul(*x),
+    axes="cc cc tg t td td td -> td td td",
 )
 
 
@@ -157,6 +171,7 @@ mover = define(
     _mover_results,
     cpu=lambda *x: _call("sdm_mover", _mover_results(*x), x, {0: 0}),
     xla=lambda *x, platform: (_xla.mover(*x),),
+    axes="sd u u e tw u td -> sd",
 )
 
 
@@ -169,6 +184,7 @@ gather_gradient = define(
     _gather_gradient_results,
     cpu=lambda *x: _call("sdm_gather_gradient", _gather_gradient_results(*x), x),
     xla=lambda *x, platform: (_xla.gather_gradient(*x),),
+    axes="sd tw tw -> td",
 )
 
 
@@ -192,6 +208,7 @@ du_matmul = define(
     cpu=_du_matmul_cpu,
     cuda=_du_matmul_cuda,
     xla=lambda *x, platform: _xla.du_matmul(*x),
+    axes="cc cc cc tg t td td td td -> td +tg +cc +cc",
 )
 
 
@@ -206,6 +223,7 @@ write_mover_backward = define(
     _write_mover_results,
     cpu=lambda *x, **params: _call("sdm_write_mover", _write_mover_results(*x, **params), x, {0: 0, 1: 1}, **params),
     xla=lambda *x, platform, snapshot_quant: _xla.write_mover_backward(*x, mode=snapshot_quant),
+    axes=lambda snapshot_quant: _with_whole_rows("sd sd u u e u tw ud u td td -> sd sd +tw +tw +u", snapshot_quant),
 )
 
 
@@ -218,6 +236,7 @@ read_mover_backward = define(
     _read_mover_results,
     cpu=lambda *x: _call("sdm_read_mover", _read_mover_results(*x), x, {1: 0}),
     xla=lambda *x, platform: _xla.read_mover_backward(*x),
+    axes="sd sd v v e tr td -> sd +tr",
 )
 
 
@@ -243,6 +262,7 @@ phase1_backward = define(
     cpu=lambda *x, **params: _call("sdm_phase1_backward", _phase1_backward_results(*x, **params), x, **params),
     cuda=_phase1_backward_cuda,
     xla=_phase1_backward_xla,
+    axes=f"tw tw tg tr tr {_CHUNKS_AXES} ncc ncc tw tw tr nu -> tw tg tr",
 )
 
 
@@ -303,6 +323,22 @@ def _forward_cpu(*x, chunk, snapshot_quant, save):
     return [y, new_bank, *rest[: len(outputs) - 2]]
 
 
+# Axes of the arrays of Saved.
+_SAVED_AXES = f"{_CHUNKS_AXES} ncc td td nud nu"
+
+
+def _forward_axes(*, snapshot_quant, save, **params):
+    del params
+    if not save:
+        return "sd tw tw td tg tg tr tr -> td sd"
+    return _with_whole_rows(f"sd tw tw td tg tg tr tr -> td sd {_SAVED_AXES}", snapshot_quant)
+
+
+def _backward_axes(*, snapshot_quant, **params):
+    del params
+    return _with_whole_rows(f"sd sd td tw tw tg tg tr tr {_SAVED_AXES} -> sd sd +tw td +tg +tg +tr", snapshot_quant)
+
+
 # Operands: those of write_read, in their dtypes of the computation. Results: y, the new bank, and, with
 # `save`, the arrays of Saved.
 forward = define(
@@ -311,6 +347,7 @@ forward = define(
     cpu=_forward_cpu,
     cuda=_cuda_calls.forward,
     xla=lambda *x, platform, **params: _xla.forward(*x, form=_xla_form(platform), **params),
+    axes=_forward_axes,
 )
 
 
@@ -374,7 +411,14 @@ def _backward_xla(bank, d_bank, dy, k_idx, k_val, beta, g, q_idx, q_val, *saved,
 
 # Operands: the new bank, its gradient, dy, the inputs but for v, the arrays of Saved. Results: the
 # restored bank and the gradients of bank, k_val, v, beta, g, q_val.
-backward = define("sdm_backward", _backward_results, cpu=_backward_cpu, cuda=_cuda_calls.backward, xla=_backward_xla)
+backward = define(
+    "sdm_backward",
+    _backward_results,
+    cpu=_backward_cpu,
+    cuda=_cuda_calls.backward,
+    xla=_backward_xla,
+    axes=_backward_axes,
+)
 
 
 def _decode_results(bank, k_idx, k_val, v, beta, g, q_idx, q_val):
@@ -399,14 +443,14 @@ def _decode_xla(*x, platform):
     return y[..., 0, :], bank
 
 
-decode = define("sdm_decode", _decode_results, cpu=_decode_cpu, xla=_decode_xla)
+decode = define("sdm_decode", _decode_results, cpu=_decode_cpu, xla=_decode_xla, axes="sd w w d g g r r -> d sd")
 
 
 # Most factors that the CUDA kernels take, as in cuda/sdm.h.
 _MOST_CUDA_FACTORS = 32
 
 
-def _product_key_call(target, results, plain):
+def _product_key_call(target, results, plain, axes):
     """Custom calls on product keys, for the CPU and for a GPU; `plain` serves the factors that a GPU's does not."""
 
     def on_cpu(*x, factors, k):
@@ -418,7 +462,7 @@ def _product_key_call(target, results, plain):
             return plain(*x, factors=factors, k=k, platform="cuda")
         return on_cpu(*x, factors=factors, k=k)
 
-    return define(target, results, cpu=on_cpu, cuda=on_cuda, xla=plain)
+    return define(target, results, cpu=on_cpu, cuda=on_cuda, xla=plain, axes=axes)
 
 
 def _product_key_topk_results(scores, *, factors, k):
@@ -432,7 +476,9 @@ def _product_key_topk_backward_results(d_values, ids, *, factors, k):
     return [_struct((*d_values.shape[:-1], sum(factors)), d_values.dtype)]
 
 
-product_key_topk = _product_key_call("sdm_product_key_topk", _product_key_topk_results, _xla_product_key.select)
+product_key_topk = _product_key_call(
+    "sdm_product_key_topk", _product_key_topk_results, _xla_product_key.select, "c -> k k"
+)
 product_key_topk_backward = _product_key_call(
-    "sdm_product_key_topk_backward", _product_key_topk_backward_results, _xla_product_key.select_backward
+    "sdm_product_key_topk_backward", _product_key_topk_backward_results, _xla_product_key.select_backward, "k k -> c"
 )

@@ -141,7 +141,7 @@ def forward_arrays(sizes: Sizes, bank_dtype: Any, snapshot_quant: str, save: boo
         kept = [*saved.chunks, *saved[1:]]
     else:
         kept = [*_layout.chunks_struct(sizes, acc, held), squares, one_chunk]
-    records = _struct((*sizes.lead, held, 4 * sizes.write_slots), jnp.int32)
+    records = _struct((*sizes.lead, held, 4 * sizes.chunk_writes), jnp.int32)
     return [y, *kept, squares, one_chunk, one_chunk, records]  # qx, inter, u, records
 
 
@@ -191,7 +191,7 @@ def backward_arrays(sizes: Sizes, acc: Any) -> list[jax.ShapeDtypeStruct]:
         (*lead, tokens, sizes.num_reads),  # dq_val
         *[(*lead, n, c, c)] * 3,  # da, dqk, qx
     ]
-    records = [(*lead, n, 4 * sizes.write_slots), (*lead, n, 4 * sizes.read_slots)]
+    records = [(*lead, n, 4 * sizes.chunk_writes), (*lead, n, 4 * sizes.chunk_reads)]
     sums = [
         (parts, *lead, tokens, sizes.num_writes),  # dk_eff
         (parts, *lead, tokens, sizes.num_writes),  # dk_carry

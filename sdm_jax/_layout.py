@@ -132,6 +132,11 @@ class Saved(NamedTuple):
     scale: Any  # [*B, N, U] float32, one scale a row, or [*B, N, 0] in the modes without scales
 
 
+def has_scales(mode: str) -> bool:
+    """Whether a snapshot mode keeps a scale for each row."""
+    return mode in ("fp8", "int4")
+
+
 def snapshot_row(mode: str, bank_dtype: Any, width: int) -> tuple[int, jnp.dtype, bool]:
     """Width and dtype of a stored snapshot row, and whether it has a scale (section 5)."""
     if mode == "fp8":

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from sdm_jax._sharding import Axes, needs_devices, partitioned, result_types, runs_on_many
 from sdm_jax.checks import UnsupportedConfigurationError
 
 Arrays = Sequence[Any]
@@ -94,8 +95,11 @@ def define(
     cpu: Callable[..., Arrays],
     cuda: Callable[..., Arrays] | None = None,
     xla: Callable[..., Arrays],
+    axes: str | Callable[..., str],
 ) -> Callable[..., list[Any]]:
-    """A function `f(*arrays, implementation=None, **params)` that binds a new primitive.
+    """A function `f(*arrays, implementation=None, note=None, **params)` that binds a new primitive.
+
+    `note` changes nothing; it is there for who reads the program.
 
     **Arguments:**
 
@@ -104,15 +108,17 @@ def define(
     - `cpu`, `cuda`: make the custom calls. Take the operands and the parameters. Without `cuda` the calls
       are the same on both.
     - `xla`: the same in plain JAX; also takes `platform`.
+    - `axes`: of the operands and results, as `_sharding.Axes` reads them, or a function of the parameters.
     """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def abstract_eval(*operands, implementation, **params):
-        del implementation
-        return [operands[0].update(shape=r.shape, dtype=r.dtype, weak_type=False) for r in results(*operands, **params)]
+    def abstract_eval(*operands, implementation, note, **params):
+        del implementation, note
+        return result_types(axes_of(params), operands, results(*operands, **params))
 
-    def lower(platform, ctx, *operands, implementation, **params):
+    def lower(platform, ctx, *operands, implementation, note, **params):
+        del note
         chosen = choose_implementation(platform, implementation, operands_dtype(ctx))
         if platform == "cuda" and implementation is None:
             _warn_if_no_kernels()
@@ -121,7 +127,16 @@ def define(
             "cuda": cuda or cpu,
             "xla": functools.partial(xla, platform=platform),
         }
-        return mlir.lower_fun(functions[chosen], multiple_results=True)(ctx, *operands, **params)
+        f: Callable[..., Arrays] = functools.partial(functions[chosen], **params)
+        # What serves a device knows no mesh: the types are those of its parts.
+        parts = ctx.replace(avals_in=[jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in])
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            if runs_on_many(ctx):
+                f = partitioned(f, axes_of(params), parts.avals_in)
+            return mlir.lower_fun(f, multiple_results=True)(parts, *operands)
+
+    def axes_of(params):
+        return Axes.parse(axes(**params) if callable(axes) else axes)
 
     def operands_dtype(ctx):
         # float64 operands come with a float64 bank only.
@@ -146,6 +161,7 @@ def define(
         )
 
     primitive.def_abstract_eval(abstract_eval)
+    needs_devices(primitive)
     mlir.register_lowering(primitive, functools.partial(lower, "cpu"), platform="cpu")
     for platform in ("cuda", "rocm", "tpu"):
         mlir.register_lowering(primitive, functools.partial(lower, platform), platform=platform)
@@ -163,8 +179,8 @@ def define(
 
     primitive.def_impl(run)
 
-    def bind(*operands, implementation=None, **params):
-        return primitive.bind(*operands, implementation=implementation, **params)
+    def bind(*operands, implementation=None, note=None, **params):
+        return primitive.bind(*operands, implementation=implementation, note=note, **params)
 
     bind.__name__ = bind.__qualname__ = name
     return bind

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sdm_jax import _calls, checks, reference
 from sdm_jax._layout import accumulate_dtype
+from sdm_jax._sharding import vary_alike
 from sdm_jax.write_read import write_read
 
 
@@ -54,6 +55,7 @@ def decode_step(
     bank = jnp.asarray(bank)
     k_idx, q_idx = checks.clean_ids(k_idx, sizes.num_slots), checks.clean_ids(q_idx, sizes.num_slots)
     k_val, v, beta, g, q_val = map(jnp.asarray, (k_val, v, beta, g, q_val))
+    bank, k_idx, k_val, v, beta, g, q_idx, q_val = vary_alike((bank, k_idx, k_val, v, beta, g, q_idx, q_val))
     if settings.implementation == "reference":
         return reference.decode_step(bank, k_idx, k_val, v, beta, g, q_idx, q_val, shared_bank=settings.shared_bank)
     if sizes.num_streams == 0:

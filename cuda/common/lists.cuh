@@ -42,44 +42,111 @@ struct SlotLists {
   __device__ int bounded(int start) const { return min(max(start, 0), entries); }
 };
 
-// What a mover needs to know of a slot, in one 16-byte load: the slot (-1: none), its first entry, its
-// decay over the chunk, and the first entry's weight.
+// What a mover needs to know of an entry, in one 16-byte load.
+// The first entry of a slot: the slot, its index in the lists, and
+// - of writes: the slot's decay over the chunk, and the weight of its only entry or, where it has several, the
+//   position of the next or, where the chunk reads it too, the position of its first read;
+// - of reads: the position of the slot's next read (-1: none), and the weight.
+// Any other: no slot (-1), the position of the slot's next entry, and the weight.
 struct SlotRecord {
-  static constexpr int kSingle = 1 << 16;  // no other entry; else the lists say which
+  static constexpr int kSingle = 1 << 16;  // the slot has no other entry
   static constexpr int kLinked = 1 << 17;  // the slot is in the other list too
+  static constexpr int kItemShift = 18;    // above: the entry's number in a warp's records
 
   int4 bits;
 
-  __device__ static int4 make(int slot, int position, bool single, bool linked, float decay, float weight) {
-    return make_int4(slot, position | (single ? kSingle : 0) | (linked ? kLinked : 0), __float_as_int(decay),
-                     __float_as_int(weight));
+  __device__ static SlotRecord none() { return {make_int4(-1, 0, -1, 0)}; }
+  __device__ static SlotRecord entry(int next, float weight) {
+    return {make_int4(-1, 0, next, __float_as_int(weight))};
   }
   __device__ int slot() const { return bits.x; }
-  __device__ int position() const { return bits.y & 0xffff; }
+  __device__ int index() const { return bits.y & 0xffff; }
   __device__ bool single() const { return bits.y & kSingle; }
   __device__ bool linked() const { return bits.y & kLinked; }
+  __device__ int item() const { return bits.y >> kItemShift; }
   __device__ float decay() const { return __int_as_float(bits.z); }
+  __device__ int next() const { return bits.z; }
   __device__ float weight() const { return __int_as_float(bits.w); }
+  __device__ int link() const { return bits.w; }
 };
 
-// The record of slot `i` of the lists.
-__device__ inline int4 make_record(const SlotLists& lists, int i, const float* decays, const float* weights,
-                                   bool linked) {
-  const int slot = lists.slot(i);
-  if (slot < 0) return SlotRecord::make(-1, 0, true, false, 0.0f, 0.0f);
-  const int begin = lists.begin(i), end = lists.end(i);
-  const int position = begin < end ? lists.position(begin) : -1;
-  const bool single = end - begin == 1 && position >= 0;
-  return SlotRecord::make(slot, max(position, 0), single, linked, decays == nullptr ? 1.0f : decays[i],
-                          single ? weights[position] : 0.0f);
-}
+// The records of a chunk, in the order of its tokens: a slot's is at the position of its first entry, so that
+// those side by side need the same token's row. Without the array they come from the lists, slot by slot.
+struct SlotRecords {
+  const int4* stored;  // [entries], or null
+  SlotLists lists;
+  const float* weights;
+  const float* decays;  // null: 1
 
-// The record of slot `i`: from the array of a chunk's records, or made on the spot where there is none.
-__device__ inline SlotRecord record_of(const int4* records, const SlotLists& lists, int i, const float* decays,
-                                       const float* weights) {
-  if (i >= lists.most) return {SlotRecord::make(-1, 0, true, false, 0.0f, 0.0f)};
-  return {records != nullptr ? records[i] : make_record(lists, i, decays, weights, false)};
-}
+  __device__ int count() const { return stored != nullptr ? lists.entries : lists.most; }
+  __device__ SlotRecord at(int j) const {
+    if (j >= count()) return SlotRecord::none();
+    if (stored != nullptr) return {stored[j]};
+    return {make_int4(lists.slot(j), j, __float_as_int(decays == nullptr ? 1.0f : decays[j]), 0)};
+  }
+  // Calls f(position, weight) for the entries of a written slot whose record is at `position`.
+  template <class F>
+  __device__ void for_writes(const SlotRecord& record, int position, F f) const {
+    if (stored != nullptr && (record.single() || !record.linked())) {
+      f(position, weights[position]);
+      for (int next = record.single() ? -1 : record.link(); next >= 0;) {
+        const SlotRecord other{stored[next]};
+        f(next, other.weight());
+        next = other.next();
+      }
+    } else {
+      for_list(record, f);
+    }
+  }
+  // The same of a slot that is read, from the position of its first read.
+  template <class F>
+  __device__ void for_reads(const SlotRecord& record, int position, F f) const {
+    if (stored == nullptr) return for_list(record, f);
+    while (position >= 0) {
+      const SlotRecord entry{stored[position]};
+      f(position, entry.weight());
+      position = entry.next();
+    }
+  }
+
+ private:
+  template <class F>
+  __device__ void for_list(const SlotRecord& record, F f) const {
+    for (int e = lists.begin(record.index()); e < lists.end(record.index()); ++e) {
+      const int position = lists.position(e);
+      if (position >= 0) f(position, weights[position]);
+    }
+  }
+};
+
+// The records of up to 32 entries side by side, which a warp works on: first those of slots with this entry only,
+// whose work is short, then the others.
+struct WarpRecords {
+  static constexpr int kItems = 32;
+
+  SlotRecord* shared;  // [kItems], the warp's own
+  int first;           // entry
+  int simple, others;  // how many
+
+  // The warp takes entries first .. first + count. `linked`: of slots in both lists too.
+  __device__ WarpRecords(const SlotRecords& all, SlotRecord* shared, int first, int count, bool linked)
+      : shared(shared), first(first) {
+    const int item = threadIdx.x & 31;
+    SlotRecord mine = item < count ? all.at(first + item) : SlotRecord::none();
+    const bool on = mine.slot() >= 0 && (linked || !mine.linked()), is_simple = on && mine.single() && !mine.linked();
+    const unsigned simple_lanes = __ballot_sync(0xffffffffu, is_simple);
+    const unsigned other_lanes = __ballot_sync(0xffffffffu, on && !is_simple), before = (1u << item) - 1;
+    simple = __popc(simple_lanes);
+    others = __popc(other_lanes);
+    mine.bits.y |= item << SlotRecord::kItemShift;
+    if (is_simple) shared[__popc(simple_lanes & before)] = mine;
+    if (on && !is_simple) shared[simple + __popc(other_lanes & before)] = mine;
+    __syncwarp();
+  }
+  __device__ SlotRecord simple_at(int i) const { return i < simple ? shared[i] : SlotRecord::none(); }
+  __device__ SlotRecord other_at(int i) const { return i < others ? shared[simple + i] : SlotRecord::none(); }
+  __device__ int position(const SlotRecord& record) const { return first + record.item(); }
+};
 
 __device__ inline double warp_sum(double x) {
 #pragma unroll

@@ -141,6 +141,24 @@ __device__ inline void store(T* p, const float (&y)[V]) {
   store_packed<T, V>(p, pack<T, V>(y));
 }
 
+// Two values side by side, or one where `both` is false; `vectors`: pairs are aligned.
+__device__ inline void store_two(float* p, float a, float b, bool both, bool vectors) {
+  if (vectors) {
+    *reinterpret_cast<float2*>(p) = make_float2(a, b);
+  } else {
+    p[0] = a;
+    if (both) p[1] = b;
+  }
+}
+__device__ inline void store_two(bf16* p, float a, float b, bool both, bool vectors) {
+  if (vectors) {
+    *reinterpret_cast<__nv_bfloat162*>(p) = __floats2bfloat162_rn(a, b);
+  } else {
+    from_float(p, a);
+    if (both) from_float(p + 1, b);
+  }
+}
+
 // How the movers split a row: slices of 64 columns, each worked on by `lanes` threads that hold
 // `steps` pieces of V columns.
 inline constexpr int kSlice = 64;
@@ -152,65 +170,38 @@ struct SliceLanes {
   __device__ static int column(int lane, int step) { return (step * lanes + lane) * V; }
 };
 
-// Where column c of a slice lies in a staged row, so that the 16-byte loads of the lanes side by side
-// touch all banks: with V = 8 the first halves of all lanes come before the second halves.
-template <int V>
-__device__ inline int staged_column(int c) {
-  if constexpr (V == 8) return ((c >> 2) & 1) * (kSlice / 2) + (c >> 3) * 4 + (c & 3);
-  return c;
-}
-
-// A lane's V values of a staged row.
-template <int V>
-__device__ inline void load_staged(const float* row, int lane, int step, float (&y)[V]) {
-  if constexpr (V == 1) {
-    y[0] = row[SliceLanes<V>::column(lane, step)];
-  } else {
-#pragma unroll
-    for (int h = 0; h < V / 4; ++h) {
-      const float4 q = *reinterpret_cast<const float4*>(row + h * (kSlice / 2) + lane * 4);
-      y[4 * h] = q.x;
-      y[4 * h + 1] = q.y;
-      y[4 * h + 2] = q.z;
-      y[4 * h + 3] = q.w;
-    }
-  }
-}
-
-// Copies a slice of `rows` rows of floats or bank values into shared memory, times scale(row), in staged
-// order, zeros past `columns`.
-template <int V, class T, class Scale>
-__device__ inline void stage_slice(float* staged, const T* from, int64_t stride, int rows, int columns, Scale scale) {
-  constexpr int kStep = V > 1 ? 4 : 1;
-  constexpr int kPieces = kSlice / kStep;
-  for (int i = threadIdx.x; i < rows * kPieces; i += blockDim.x) {
-    const int row = i / kPieces, c = i % kPieces * kStep;
-    float x[kStep] = {};
-    if (c < columns) {
-      if constexpr (kStep == 1) {
-        x[0] = to_float(from[row * stride + c]);
-      } else if constexpr (sizeof(T) == 4) {
-        *reinterpret_cast<float4*>(x) = __ldcg(reinterpret_cast<const float4*>(from + row * stride + c));
-      } else {
-        const uint2 q = __ldcg(reinterpret_cast<const uint2*>(from + row * stride + c));
-        x[0] = __uint_as_float(q.x << 16);
-        x[1] = __uint_as_float(q.x & 0xffff0000u);
-        x[2] = __uint_as_float(q.y << 16);
-        x[3] = __uint_as_float(q.y & 0xffff0000u);
-      }
-    }
-    scale(row, x);
-#pragma unroll
-    for (int j = 0; j < kStep; ++j) staged[row * kSlice + staged_column<V>(c) + j] = x[j];
-  }
-}
-
-// Sum over groups of `lanes` consecutive lanes, in a fixed order; every lane gets it.
+// Lanes of this thread's team of `Lanes`, for shuffles that other teams of the warp take no part in.
 template <int Lanes>
-__device__ inline float group_sum(float x) {
+__device__ inline unsigned team_mask() {
+  return (0xffffffffu >> (32 - Lanes)) << (threadIdx.x % 32 / Lanes * Lanes);
+}
+
+// Sum over a team, in a fixed order; every lane gets it.
+template <int Lanes>
+__device__ inline float team_sum(float x, unsigned mask) {
 #pragma unroll
-  for (int offset = Lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  for (int offset = Lanes / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(mask, x, offset);
   return x;
+}
+
+// The sums over a team of N values (a power of two): lane l of the team gets that of value l / (Lanes / N). By the
+// whole warp.
+template <int Lanes, int N>
+__device__ inline float team_sums(float (&x)[N]) {
+  static_assert(N <= Lanes);
+  int offset = Lanes / 2;
+#pragma unroll
+  for (int m = N; m > 1; m /= 2, offset /= 2) {
+    const bool upper = threadIdx.x & offset;
+#pragma unroll
+    for (int i = 0; i < m / 2; ++i) {
+      const float keep = upper ? x[i + m / 2] : x[i], give = upper ? x[i] : x[i + m / 2];
+      x[i] = keep + __shfl_xor_sync(0xffffffffu, give, offset);
+    }
+  }
+#pragma unroll
+  for (; offset > 0; offset /= 2) x[0] += __shfl_xor_sync(0xffffffffu, x[0], offset);
+  return x[0];
 }
 
 // Division of a position below 2^16 by the entries of a token, as a multiplication.

@@ -68,10 +68,10 @@ struct StageHandlers {
       f.scale = call.only_with_scales(
           f.quant, call.take<float>(as, "scale", ffi::DataType::F32, call.chunks(call.scales(f.quant))));
     }
-    f.qx = call.take(as, "qx", call.acc, call.squares());                        // workspace
-    f.inter = call.take(as, "inter", call.acc, one_chunk);                       // workspace
-    f.u = call.take(as, "u", call.acc, one_chunk);                               // workspace
-    f.records = call.take(as, "records", kIds, call.chunks(4 * s.write_slots));  // workspace
+    f.qx = call.take(as, "qx", call.acc, call.squares());                             // workspace
+    f.inter = call.take(as, "inter", call.acc, one_chunk);                            // workspace
+    f.u = call.take(as, "u", call.acc, one_chunk);                                    // workspace
+    f.records = call.take(as, "records", kIds, call.chunks(4 * s.chunk * s.writes));  // workspace
     f.shape = s;
     f.dtype = call.dtype();
     SDM_RUN(call, Backend::forward(context, f, part.stages, part.first, part.count));
@@ -124,8 +124,8 @@ struct StageHandlers {
     b.da = call.take(as, "da", call.acc, call.squares());
     b.dqk = call.take(as, "dqk", call.acc, call.squares());
     b.qx = call.take(as, "qx", call.acc, call.squares());
-    b.write_records = call.take(as, "write_records", kIds, call.chunks(4 * s.write_slots));
-    b.read_records = call.take(as, "read_records", kIds, call.chunks(4 * s.read_slots));
+    b.write_records = call.take(as, "write_records", kIds, call.chunks(4 * s.chunk * s.writes));
+    b.read_records = call.take(as, "read_records", kIds, call.chunks(4 * s.chunk * s.reads));
     b.dk_eff = call.take(as, "dk_eff", call.acc, parts(call.tokens(s.writes)));
     b.dk_carry = call.take(as, "dk_carry", call.acc, parts(call.tokens(s.writes)));
     b.dq_eff = call.take(as, "dq_eff", call.acc, parts(call.tokens(s.reads)));

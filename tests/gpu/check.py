@@ -83,6 +83,8 @@ CASES = {
     "mid": dict(P=(2,), T=300, S=4096, D=256, W=64, R=64),
     "large": dict(P=(2,), T=160, S=16384, D=1024, W=64, R=64),
     "odd_wide": dict(P=(1,), T=80, S=500, D=1030, W=16, R=16),
+    "chunk_23": dict(T=100, S=40, D=64, W=4, R=3, chunk_size=23),
+    "chunk_23_scalar": dict(T=100, S=40, D=17, W=4, R=3, chunk_size=23),
     "chunk_256": dict(P=(1,), T=520, S=5000, D=128, W=64, R=32, chunk_size=256),
     "entries_256": dict(P=(1,), T=300, S=3000, D=64, W=256, R=256, chunk_size=256),
     "dense": dict(P=(2,), T=150, S=32, D=64, W=32, R=32, chunk_size=64),
@@ -268,14 +270,23 @@ def main(part=""):
                     bad += 1
                     print("BAD", name, traceback.format_exc(limit=-2)[-1500:], flush=True)
     if part in "decode":
-        for W, D in ((64, 1024), (5, 17), (256, 64), (40, 128)):
+        # The last three: enough streams for slices wider than 64 columns.
+        for P, W, D in (
+            (3, 64, 1024),
+            (3, 5, 17),
+            (3, 256, 64),
+            (3, 40, 128),
+            (64, 40, 1024),
+            (130, 64, 1024),
+            (130, 9, 136),
+        ):
             for dtype, bound in ((np.float32, 1e-5), (jnp.bfloat16, 2e-2)):
                 started = time.time()
-                args = make(P=(3,), T=1, S=200, D=D, W=W, R=W)
+                args = make(P=(P,), T=1, S=200, D=D, W=W, R=W)
                 args = {n: (x if n == "bank" else x[:, 0]) for n, x in args.items()}
                 want = decode(CPU, "cpu", args, np.float64 if dtype == np.float32 else dtype)
                 got = decode(GPU, "cuda", args, dtype)
-                report(f"decode {W} {D} {np.dtype(dtype).name}", errors(got, want), bound, started)
+                report(f"decode {P} {W} {D} {np.dtype(dtype).name}", errors(got, want), bound, started)
     print("bad:", bad)
     return bad
 

@@ -26,6 +26,7 @@ CASES = {
     "float32": (dict(D=68, W=5, R=7, S=300, T=50, G=5), 32, "none", jnp.float32),
     "odd": (dict(D=17, W=3, R=9, S=40, T=40, G=3), 16, "fp8", jnp.bfloat16),
     "int4": (dict(D=64, W=4, R=4, S=9, T=33), 16, "int4", jnp.float32),
+    "odd_chunk": (dict(D=64, W=4, R=3, S=40, T=60), 23, "none", jnp.bfloat16),
     "one": (dict(P=(1,), D=1, W=1, R=1, S=1, T=17), 16, "none", jnp.float32),
     "long_chunk": (dict(P=(1,), D=136, W=8, R=8, S=500, T=300), 256, "bf16", jnp.float32),
     "many_entries": (dict(P=(1,), D=64, W=256, R=200, S=400, T=20), 16, "none", jnp.bfloat16),
@@ -56,9 +57,20 @@ def decode(args):
     jax.block_until_ready(_calls._decode_cpu(*(x if n == "bank" else x[..., 0, :] for n, x in args.items())))
 
 
+def product_keys():
+    for dtype, factors, k in ((jnp.float32, (16, 16), 8), (jnp.bfloat16, (7, 5, 9), 11), (jnp.float32, (64,), 64)):
+        scores = jax.random.normal(jax.random.key(0), (5, sum(factors)), dtype)
+        values, ids = _calls.product_key_topk(scores, factors=factors, k=k, implementation="cuda")
+        settings = dict(factors=factors, k=k, implementation="cuda")
+        jax.block_until_ready(_calls.product_key_topk_backward(values, ids, **settings))
+
+
 def main(names):
-    for name in names or [*CASES, "steps"]:
+    for name in names or [*CASES, "steps", "product_keys"]:
         print(name, flush=True)
+        if name == "product_keys":
+            product_keys()
+            continue
         if name == "steps":
             for dtype, width, mode in ((jnp.bfloat16, 72, "none"), (jnp.float32, 17, "int4")):
                 steps(GPU, "cuda", make(D=width, S=60, T=30, W=6, R=5), dtype, mode)
