@@ -5,6 +5,7 @@ from sdm_jax._calls import target_names
 from sdm_jax._plan import Plan, plan
 from sdm_jax.checks import UnsupportedConfigurationError, check_inputs, count_repeated_writes
 from sdm_jax.decode import decode_step
+from sdm_jax.in_place import value_and_grad_inplace
 from sdm_jax.product_key import product_key_topk
 from sdm_jax.write_read import write_read
 
@@ -20,5 +21,6 @@ __all__ = [
     "plan",
     "product_key_topk",
     "target_names",
+    "value_and_grad_inplace",
     "write_read",
 ]

@@ -97,7 +97,9 @@ def define(
     xla: Callable[..., Arrays],
     axes: str | Callable[..., str],
 ) -> Callable[..., list[Any]]:
-    """A function `f(*arrays, implementation=None, **params)` that binds a new primitive.
+    """A function `f(*arrays, implementation=None, note=None, **params)` that binds a new primitive.
+
+    `note` changes nothing; it is there for who reads the program.
 
     **Arguments:**
 
@@ -111,11 +113,12 @@ def define(
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def abstract_eval(*operands, implementation, **params):
-        del implementation
+    def abstract_eval(*operands, implementation, note, **params):
+        del implementation, note
         return result_types(axes_of(params), operands, results(*operands, **params))
 
-    def lower(platform, ctx, *operands, implementation, **params):
+    def lower(platform, ctx, *operands, implementation, note, **params):
+        del note
         chosen = choose_implementation(platform, implementation, operands_dtype(ctx))
         if platform == "cuda" and implementation is None:
             _warn_if_no_kernels()
@@ -176,8 +179,8 @@ def define(
 
     primitive.def_impl(run)
 
-    def bind(*operands, implementation=None, **params):
-        return primitive.bind(*operands, implementation=implementation, **params)
+    def bind(*operands, implementation=None, note=None, **params):
+        return primitive.bind(*operands, implementation=implementation, note=note, **params)
 
     bind.__name__ = bind.__qualname__ = name
     return bind

@@ -13,8 +13,8 @@ from sdm_jax._layout import accumulate_dtype, has_scales
 from sdm_jax._sharding import vary_alike
 
 
-class _Static(NamedTuple):
-    """What the derivative rule has to know beside the arrays; hashable."""
+class CallSettings(NamedTuple):
+    """What the derivative rules have to know beside the arrays; hashable."""
 
     chunk: int
     snapshot_quant: str
@@ -112,17 +112,17 @@ def write_read(
         )
     if sizes.num_tokens == 0 or sizes.num_streams == 0:
         return jnp.zeros(v.shape, bank.dtype), bank
-    static = _Static(
+    call = CallSettings(
         chunk=sizes.chunk,
         snapshot_quant=settings.snapshot_quant,
         grad_bank_dtype=settings.grad_bank_dtype,
         implementation=settings.implementation,
         dtypes=tuple(str(x.dtype) for x in (k_val, v, beta, g, q_val)),
     )
-    return _write_read(static, bank, k_idx, k_val, v, beta, g, q_idx, q_val)
+    return _write_read(call, bank, k_idx, k_val, v, beta, g, q_idx, q_val)
 
 
-def _run(static: _Static, bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, save):
+def forward_with_residuals(settings: CallSettings, bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, save):
     """The forward, with every operand in the dtype of the computation; also returns those operands."""
     acc = accumulate_dtype(bank.dtype)
     k_val, v, q_val = (x.astype(bank.dtype) for x in (k_val, v, q_val))
@@ -136,10 +136,11 @@ def _run(static: _Static, bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, save)
         g,
         q_idx,
         q_val,
-        chunk=static.chunk,
-        snapshot_quant=static.snapshot_quant,
+        chunk=settings.chunk,
+        snapshot_quant=settings.snapshot_quant,
         save=save,
-        implementation=static.implementation,
+        note=settings,
+        implementation=settings.implementation,
     )
     # An array without elements is made again: XLA cannot carry one out of a `jax.shard_map`.
     saved = [x for x in saved if x.size]
@@ -147,24 +148,24 @@ def _run(static: _Static, bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, save)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _write_read(static: _Static, *operands):
-    return _run(static, *operands, save=False)[0]
+def _write_read(settings: CallSettings, *operands):
+    return forward_with_residuals(settings, *operands, save=False)[0]
 
 
-def _write_read_fwd(static: _Static, *operands):
-    return _run(static, *operands, save=True)
+def _write_read_fwd(settings: CallSettings, *operands):
+    return forward_with_residuals(settings, *operands, save=True)
 
 
-def _write_read_bwd(static: _Static, residuals, cotangents):
+def backward_with_bank(settings: CallSettings, residuals, cotangents):
+    """The initial bank, restored in the buffer of the new one, and the cotangents of `write_read`'s operands."""
     new_bank, k_idx, k_val, beta, g, q_idx, q_val, *saved = residuals
-    if not has_scales(static.snapshot_quant):
+    if not has_scales(settings.snapshot_quant):
         snapshot = saved[-1]
         saved.append(jnp.zeros((*snapshot.shape[:-2], 0), jnp.float32))
     dy, d_new_bank = cotangents
-    # The first result is the initial bank, restored; nothing here needs it.
-    _, d_bank, dk_val, dv, dbeta, dg, dq_val = _calls.backward(
+    restored, d_bank, dk_val, dv, dbeta, dg, dq_val = _calls.backward(
         new_bank,
-        d_new_bank.astype(static.grad_bank_dtype or new_bank.dtype),
+        d_new_bank.astype(settings.grad_bank_dtype or new_bank.dtype),
         dy,
         k_idx,
         k_val,
@@ -173,14 +174,18 @@ def _write_read_bwd(static: _Static, residuals, cotangents):
         q_idx,
         q_val,
         *saved,
-        chunk=static.chunk,
-        snapshot_quant=static.snapshot_quant,
-        implementation=static.implementation,
+        chunk=settings.chunk,
+        snapshot_quant=settings.snapshot_quant,
+        implementation=settings.implementation,
     )
     dk_val, dv, dbeta, dg, dq_val = (
-        x.astype(dtype) for x, dtype in zip((dk_val, dv, dbeta, dg, dq_val), static.dtypes, strict=True)
+        x.astype(dtype) for x, dtype in zip((dk_val, dv, dbeta, dg, dq_val), settings.dtypes, strict=True)
     )
-    return d_bank.astype(new_bank.dtype), None, dk_val, dv, dbeta, dg, None, dq_val
+    return restored, (d_bank.astype(new_bank.dtype), None, dk_val, dv, dbeta, dg, None, dq_val)
+
+
+def _write_read_bwd(settings: CallSettings, residuals, cotangents):
+    return backward_with_bank(settings, residuals, cotangents)[1]
 
 
 _write_read.defvjp(_write_read_fwd, _write_read_bwd, optimize_remat=True)

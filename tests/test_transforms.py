@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import FAST_COMPILE, FLOATS, INPUTS, RESULTS, Case, cpu_device, make_inputs, results
+from test_in_place import bank_copies as copies_in
 from tolerance import assert_close, assert_same_bits, relative_error, tol
 
 import sdm_jax
@@ -105,6 +106,135 @@ def test_vmap_of_one_argument():
         want = sdm_jax.write_read(**(inputs | {"v": values[i]}))
         assert np.array_equal(y[i], want[0])
         assert np.array_equal(new_bank[i], want[1])
+
+
+@pytest.mark.parametrize("names", [("bank",), ("k_idx", "q_val"), ("g",), ("bank", "v"), TOKENS], ids=str)
+def test_vmap_of_some_arguments(names):
+    """Any subset of the arguments, along an axis of its own, with everything else repeated."""
+    inputs, cotangents = make_inputs(CASE)
+    rng = np.random.default_rng(0)
+    some = {}
+    for name in names:
+        others = [rng.permutation(inputs[name]) for _ in range(3)]
+        some[name] = np.stack(others, axis=-1)
+
+    def loss(floats, inputs):
+        return scalar("cpu", cotangents)(floats, inputs)
+
+    floats = {name: x for name, x in some.items() if name in FLOATS}
+    axes = ({name: -1 for name in floats}, {name: -1 for name in some if name not in FLOATS})
+
+    def call(floats, ids):
+        return jax.grad(loss)(floats, inputs | ids) if floats else sdm_jax.write_read(**(inputs | ids))
+
+    got = jit(jax.vmap(call, in_axes=axes))(floats, {name: x for name, x in some.items() if name not in FLOATS})
+    for i in range(3):
+        want = jit(call)(*({n: x[..., i] for n, x in some.items() if (n in FLOATS) == floating} for floating in (1, 0)))
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(x[i], y)
+
+
+def test_batched_call_is_one_custom_call_in_place():
+    """A batched axis becomes streams: no loop, and no copy of a donated bank."""
+    inputs, _ = make_inputs(CASE._replace(lead=(4, 2)))
+    tokens = {name: inputs[name] for name in TOKENS}
+    call = jax.jit(jax.vmap(lambda bank, x: sdm_jax.write_read(bank, **x)), donate_argnums=0)
+    text = call.lower(inputs["bank"], tokens).compile().as_text()
+    assert text.count('custom_call_target="sdm_forward"') == 1
+    assert " while(" not in text
+    assert copies_in(text, shape=inputs["bank"].shape) == []
+
+
+def test_jacobian(implementation):
+    inputs, _ = make_inputs(CASE)
+
+    def readings(v):
+        return sdm_jax.write_read(**(inputs | {"v": v}), implementation=implementation)[0][:, -1]
+
+    jacobian = jit(jax.jacrev(readings))(inputs["v"])
+    assert jacobian.shape == (2, 3, *inputs["v"].shape)
+    # The readings are affine in the values.
+    change = np.random.default_rng(0).normal(size=inputs["v"].shape).astype(np.float32)
+    want = readings(inputs["v"] + change) - readings(inputs["v"])
+    assert relative_error(jnp.tensordot(jacobian, change, 3), want) <= 1e-5
+
+
+def test_control_flow(implementation):
+    inputs, cotangents = make_inputs(CASE)
+    loss = scalar(implementation, cotangents)
+    want = wanted(inputs, cotangents)
+
+    @jit
+    def chosen(floats, which):
+        branches = (lambda x: jnp.vdot(x["bank"], x["bank"]), lambda x: loss(x, inputs))
+        return jax.grad(lambda x: jax.lax.switch(which, branches, x))(floats)
+
+    assert_close(gradients(chosen(floats_of(inputs), 1)), want, "float32")
+    assert_close(gradients(chosen(floats_of(inputs), 0)), {**_zeros(want), "bank": 2 * inputs["bank"]}, "float32")
+
+    @jit
+    def repeated(bank, tokens, times):
+        def step(state):
+            return state[0] + 1, sdm_jax.write_read(state[1], **tokens, implementation=implementation)[1]
+
+        return jax.lax.while_loop(lambda state: state[0] < times, step, (0, bank))[1]
+
+    tokens = {name: inputs[name] for name in TOKENS}
+    bank = inputs["bank"]
+    for _ in range(3):
+        bank = jit(lambda b: sdm_jax.write_read(b, **tokens, implementation=implementation)[1])(bank)
+    assert relative_error(repeated(inputs["bank"], tokens, 3), bank) <= 1e-6
+
+
+def _zeros(arrays):
+    return {name: np.zeros_like(x) for name, x in arrays.items()}
+
+
+def test_compiled_ahead_of_time(implementation):
+    inputs, cotangents = make_inputs(CASE)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
+    gradient = jax.jit(jax.grad(lambda floats, inputs: scalar(implementation, cotangents)(floats, inputs)))
+    compiled = gradient.lower(floats_of(shapes), shapes).compile()
+    assert_close(gradients(compiled(floats_of(inputs), inputs)), wanted(inputs, cotangents), "float32")
+
+
+def test_vjp_can_be_called_again(implementation):
+    inputs, cotangents = make_inputs(CASE)
+    ids = {name: inputs[name] for name in INPUTS if name not in FLOATS}
+    _, vjp = jax.vjp(lambda x: sdm_jax.write_read(**(ids | x), implementation=implementation), floats_of(inputs))
+    first, second = (vjp((cotangents["y"], cotangents["new_bank"]))[0] for _ in range(2))
+    assert_same_bits(first, second)
+    assert_close(gradients(first), wanted(inputs, cotangents), "float32")
+
+
+def test_linearize_says_why_not():
+    inputs, _ = make_inputs(CASE)
+    v = jnp.asarray(inputs["v"])
+    _, tangent = jax.linearize(lambda v: sdm_jax.write_read(**(inputs | {"v": v})), v)
+    with pytest.raises((NotImplementedError, TypeError), match=r"jvp|forward-mode"):
+        tangent(v)
+
+
+def test_exported_program_in_another_process(tmp_path):
+    """The same bits, with the names that the package publishes."""
+    inputs, _ = make_inputs(CASE)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in sdm_jax.target_names()]
+    call = jax.jit(lambda **x: jax.value_and_grad(lambda v: sdm_jax.write_read(**(x | {"v": v}))[0].sum())(x["v"]))
+    exported = jax.export.export(call, platforms=["cpu"], disabled_checks=checks)(**inputs)
+    (tmp_path / "program").write_bytes(exported.serialize(vjp_order=0))
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    code = f"""
+        import jax, numpy as np, sdm_jax
+        program = jax.export.deserialize(bytearray(open({str(tmp_path / "program")!r}, "rb").read()))
+        with jax.default_device(jax.devices("cpu")[0]):
+            loss, grad = program.call(**np.load({str(tmp_path / "inputs.npz")!r}))
+        np.savez({str(tmp_path / "results.npz")!r}, loss=loss, grad=grad)
+    """
+    run_python(code)
+    with cpu_device():
+        loss, grad = call(**inputs)
+    found = np.load(tmp_path / "results.npz")
+    assert_same_bits(dict(found), {"loss": np.asarray(loss), "grad": np.asarray(grad)})
 
 
 @pytest.mark.parametrize("order", ["vmap_of_grad", "grad_of_vmap"])

@@ -83,6 +83,8 @@ CASES = {
     "mid": dict(P=(2,), T=300, S=4096, D=256, W=64, R=64),
     "large": dict(P=(2,), T=160, S=16384, D=1024, W=64, R=64),
     "odd_wide": dict(P=(1,), T=80, S=500, D=1030, W=16, R=16),
+    "chunk_23": dict(T=100, S=40, D=64, W=4, R=3, chunk_size=23),
+    "chunk_23_scalar": dict(T=100, S=40, D=17, W=4, R=3, chunk_size=23),
     "chunk_256": dict(P=(1,), T=520, S=5000, D=128, W=64, R=32, chunk_size=256),
     "entries_256": dict(P=(1,), T=300, S=3000, D=64, W=256, R=256, chunk_size=256),
     "dense": dict(P=(2,), T=150, S=32, D=64, W=32, R=32, chunk_size=64),

@@ -26,6 +26,7 @@ CASES = {
     "float32": (dict(D=68, W=5, R=7, S=300, T=50, G=5), 32, "none", jnp.float32),
     "odd": (dict(D=17, W=3, R=9, S=40, T=40, G=3), 16, "fp8", jnp.bfloat16),
     "int4": (dict(D=64, W=4, R=4, S=9, T=33), 16, "int4", jnp.float32),
+    "odd_chunk": (dict(D=64, W=4, R=3, S=40, T=60), 23, "none", jnp.bfloat16),
     "one": (dict(P=(1,), D=1, W=1, R=1, S=1, T=17), 16, "none", jnp.float32),
     "long_chunk": (dict(P=(1,), D=136, W=8, R=8, S=500, T=300), 256, "bf16", jnp.float32),
     "many_entries": (dict(P=(1,), D=64, W=256, R=200, S=400, T=20), 16, "none", jnp.bfloat16),
