@@ -82,6 +82,13 @@ def test_commands_that_tables_name():
             assert flag in usage, f"{command} has no {flag}"
 
 
+def test_the_ci_runs_the_test_command():
+    readme = (ROOT / "README.md").read_text()
+    first = next(line for line in readme.splitlines() if "pytest" in line)
+    assert [line for _, line in shell_commands() if line == first], "the first line with pytest is the command"
+    assert "grep -m 1 'pytest' README.md" in (ROOT / ".ci" / "run").read_text()
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
@@ -118,8 +125,11 @@ def test_docstrings_name_real_functions():
 
 
 def test_the_site_builds(tmp_path):
+    """By the README's command, every warning an error."""
+    (command,) = [line for _, line in shell_commands() if "sphinx" in line]
+    words = [str(tmp_path / "site") if word == "build/site" else word for word in command.split()[1:]]
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "notebooks", str(tmp_path / "site")],
+        [sys.executable, *words, "-q", "-W"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(Path(sdm_jax.__file__).parent.parent)},
         capture_output=True,
