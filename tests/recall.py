@@ -106,8 +106,8 @@ def train(
 def config(task: Task, layers: tuple[str, ...] = ("swa", "sdm"), **settings: Any) -> LanguageModelConfig:
     """The model of the experiment: two layers, a window of 16 tokens."""
     memory = {"query_batchnorm": True, "write_scale": 3.0, "read_scale": 3.0}
-    memory |= {"slots_per_head": 256, "num_writes": 16, "num_reads": 16} | settings.pop("memory", {})
-    defaults = {"dim": 64, "num_heads": 2, "window": 16, "hidden_dim": 128}
+    memory |= {"num_heads": 4, "slots_per_head": 256, "num_writes": 16, "num_reads": 16} | settings.pop("memory", {})
+    defaults = {"dim": 64, "num_heads": 8, "window": 16, "hidden_dim": 128}
     return LanguageModelConfig(layers=layers, vocab_size=task.vocab_size, memory=memory, **(defaults | settings))
 
 
@@ -120,9 +120,9 @@ def main() -> None:
     parser.add_argument("--entries", default=16, type=int, help="writes and reads of a token")
     parser.add_argument("--dim", default=64, type=int)
     parser.add_argument("--seeds", default=3, type=int)
-    parser.add_argument("--steps", default=1000, type=int)
-    parser.add_argument("--batch", default=64, type=int)
-    parser.add_argument("--learning-rate", default=3e-3, type=float)
+    parser.add_argument("--steps", default=1600, type=int)
+    parser.add_argument("--batch", default=32, type=int)
+    parser.add_argument("--learning-rate", default=4e-3, type=float)
     parser.add_argument("--only", choices=("memory", "windows"))
     arguments = parser.parse_args()
     task = Task(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Task)})
