@@ -54,18 +54,8 @@ def plan(
     """
     platform = checks.choice("platform", platform, ("cpu", "cuda", "rocm", "tpu"))
     checked = checks.settings(getattr(bank, "dtype", "float32"), **settings)
-    sizes = checks.arguments(
-        bank,
-        k_idx,
-        k_val,
-        v,
-        beta,
-        g,
-        q_idx,
-        q_val,
-        chunk_size=checked.chunk_size,
-        shared_bank=checked.shared_bank,
-    )
+    operands = (bank, k_idx, k_val, v, beta, g, q_idx, q_val)
+    sizes = checks.arguments(*operands, chunk_size=checked.chunk_size, shared_bank=checked.shared_bank)
     if checked.implementation == "reference":
         implementation = "reference"
     else:
