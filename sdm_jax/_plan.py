@@ -46,7 +46,7 @@ def plan(
 ) -> Plan:
     """Says how `write_read` would run on arguments of the given shapes; computes nothing.
 
-    **Arguments:** those of `sdm_jax.write_read`, as arrays or `jax.ShapeDtypeStruct`s, and its settings.
+    **Arguments:** those of `sdm_jax.write_read`, as arrays or as `jax.ShapeDtypeStruct`, and its settings.
 
     - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
 
