@@ -12,6 +12,8 @@
 
 namespace sdm {
 
+inline constexpr ffi::DataType kIds = ffi::DataType::S32;
+
 // A CallReader that knows the sizes of the call.
 class Call : public CallReader {
  public:
@@ -22,6 +24,7 @@ class Call : public CallReader {
   Dims lead;                                // leading axes of the tokens
   ffi::DataType type = ffi::DataType::F32;  // of the bank
   ffi::DataType acc = ffi::DataType::F32;
+  bool one_token = false;  // tokens come without their axis
 
   void set_type(ffi::DataType bank) {
     type = bank;
@@ -164,6 +167,22 @@ class Call : public CallReader {
     return join(lead, {p.k});
   }
 
+  // What tokens ask of their bank; `tokens` or, in decode, one token a stream.
+  enum class Takes { all, without_v, without_v_and_beta };
+  Inputs take_inputs(Takes takes) {
+    const Shape& s = shape;
+    const auto row = [&](int64_t columns) { return one_token ? join(lead, {columns}) : tokens(columns); };
+    Inputs in;
+    in.k_idx = arg<int32_t>("k_idx", kIds, row(s.writes));
+    in.k_val = arg("k_val", type, row(s.writes));
+    if (takes == Takes::all) in.v = arg("v", type, row(s.width));
+    if (takes != Takes::without_v_and_beta) in.beta = arg("beta", acc, row(1));
+    in.g = arg("g", acc, row(s.gates));
+    in.q_idx = arg<int32_t>("q_idx", kIds, row(s.reads));
+    in.q_val = arg("q_val", type, row(s.reads));
+    return in;
+  }
+
   // Phase 1's results.
   Chunks take_chunks(As as) {
     const Shape& s = shape;
@@ -188,7 +207,6 @@ class Call : public CallReader {
   }
 };
 
-inline constexpr ffi::DataType kIds = ffi::DataType::S32;
 using Args = ffi::RemainingArgs;
 using Rets = ffi::RemainingRets;
 using Attrs = ffi::Dictionary;
@@ -218,11 +236,7 @@ struct Handlers {
     call.set_chunks(call.axis(0, 2), call.integer("chunk"), INT64_MAX);
     call.set_entries(call.last(0), call.last(3), call.last(2));
     const Shape& s = call.shape;
-    f.in.k_idx = call.arg<int32_t>("k_idx", kIds, call.tokens(s.writes));
-    f.in.k_val = call.arg("k_val", call.type, call.tokens(s.writes));
-    f.in.g = call.arg("g", call.acc, call.tokens(s.gates));
-    f.in.q_idx = call.arg<int32_t>("q_idx", kIds, call.tokens(s.reads));
-    f.in.q_val = call.arg("q_val", call.type, call.tokens(s.reads));
+    f.in = call.take_inputs(Call::Takes::without_v_and_beta);
     f.chunks = call.take_chunks(Call::As::results);
     f.shape = s;
     f.dtype = call.dtype();
@@ -448,11 +462,7 @@ struct Handlers {
     call.set_chunks(call.axis(0, 2), call.integer("chunk"), INT64_MAX);
     call.set_entries(call.last(0), call.last(3), call.last(2));
     const Shape& s = call.shape;
-    b.in.k_idx = call.arg<int32_t>("k_idx", kIds, call.tokens(s.writes));
-    b.in.k_val = call.arg("k_val", call.type, call.tokens(s.writes));
-    b.in.g = call.arg("g", call.acc, call.tokens(s.gates));
-    b.in.q_idx = call.arg<int32_t>("q_idx", kIds, call.tokens(s.reads));
-    b.in.q_val = call.arg("q_val", call.type, call.tokens(s.reads));
+    b.in = call.take_inputs(Call::Takes::without_v_and_beta);
     b.chunks = call.take_chunks(Call::As::operands);
     b.da = call.arg("da", call.acc, call.squares());
     b.dqk = call.arg("dqk", call.acc, call.squares());
@@ -485,13 +495,7 @@ struct Handlers {
     const int64_t parts = call.integer("parts");
     f.quant = call.quant(call.text("snapshot_quant"));
     f.bank = call.in_place("bank", call.type, call.bank_dims());
-    f.in.k_idx = call.arg<int32_t>("k_idx", kIds, call.tokens(s.writes));
-    f.in.k_val = call.arg("k_val", call.type, call.tokens(s.writes));
-    f.in.v = call.arg("v", call.type, call.tokens(s.width));
-    f.in.beta = call.arg("beta", call.acc, call.tokens(1));
-    f.in.g = call.arg("g", call.acc, call.tokens(s.gates));
-    f.in.q_idx = call.arg<int32_t>("q_idx", kIds, call.tokens(s.reads));
-    f.in.q_val = call.arg("q_val", call.type, call.tokens(s.reads));
+    f.in = call.take_inputs(Call::Takes::all);
     f.y = call.ret("y", call.type, call.tokens(s.width));
     f.chunks = call.take_chunks(Call::As::results);
     f.x = call.ret("x", call.acc, call.squares());
@@ -528,12 +532,7 @@ struct Handlers {
     b.bank = call.in_place("bank", call.type, call.bank_dims());
     b.d_bank = call.in_place("d_bank", grad, call.bank_dims());
     b.dy = call.arg("dy", call.type, call.tokens(s.width));
-    b.in.k_idx = call.arg<int32_t>("k_idx", kIds, call.tokens(s.writes));
-    b.in.k_val = call.arg("k_val", call.type, call.tokens(s.writes));
-    b.in.beta = call.arg("beta", call.acc, call.tokens(1));
-    b.in.g = call.arg("g", call.acc, call.tokens(s.gates));
-    b.in.q_idx = call.arg<int32_t>("q_idx", kIds, call.tokens(s.reads));
-    b.in.q_val = call.arg("q_val", call.type, call.tokens(s.reads));
+    b.in = call.take_inputs(Call::Takes::without_v);
     b.chunks = call.take_chunks(Call::As::operands);
     b.x = call.arg("x", call.acc, call.squares());
     b.error = call.arg("error", call.acc, call.tokens(s.width));
@@ -574,17 +573,11 @@ struct Handlers {
     call.set_sharing();
     call.set_chunks(1, 1, 1);
     call.set_entries(call.last(1), call.last(6), call.last(5));
+    call.one_token = true;
     const Shape& s = call.shape;
-    const auto row = [&](int64_t columns) { return join(call.lead, {columns}); };
     d.bank = call.in_place("bank", call.type, call.bank_dims());
-    d.in.k_idx = call.arg<int32_t>("k_idx", kIds, row(s.writes));
-    d.in.k_val = call.arg("k_val", call.type, row(s.writes));
-    d.in.v = call.arg("v", call.type, row(s.width));
-    d.in.beta = call.arg("beta", call.acc, row(1));
-    d.in.g = call.arg("g", call.acc, row(s.gates));
-    d.in.q_idx = call.arg<int32_t>("q_idx", kIds, row(s.reads));
-    d.in.q_val = call.arg("q_val", call.type, row(s.reads));
-    d.y = call.ret("y", call.type, row(s.width));
+    d.in = call.take_inputs(Call::Takes::all);
+    d.y = call.ret("y", call.type, join(call.lead, {s.width}));
     d.shape = s;
     d.dtype = call.dtype();
     SDM_RUN(call, Backend::decode(context, d));

@@ -46,7 +46,7 @@ def plan(
 ) -> Plan:
     """Says how `write_read` would run on arguments of the given shapes; computes nothing.
 
-    **Arguments:** those of `sdm_jax.write_read`, as arrays or `jax.ShapeDtypeStruct`s, and its settings.
+    **Arguments:** those of `sdm_jax.write_read`, as arrays or as `jax.ShapeDtypeStruct`, and its settings.
 
     - `platform`: `"cpu"`, `"cuda"`, `"rocm"` or `"tpu"`.
 
@@ -54,18 +54,8 @@ def plan(
     """
     platform = checks.choice("platform", platform, ("cpu", "cuda", "rocm", "tpu"))
     checked = checks.settings(getattr(bank, "dtype", "float32"), **settings)
-    sizes = checks.arguments(
-        bank,
-        k_idx,
-        k_val,
-        v,
-        beta,
-        g,
-        q_idx,
-        q_val,
-        chunk_size=checked.chunk_size,
-        shared_bank=checked.shared_bank,
-    )
+    operands = (bank, k_idx, k_val, v, beta, g, q_idx, q_val)
+    sizes = checks.arguments(*operands, chunk_size=checked.chunk_size, shared_bank=checked.shared_bank)
     if checked.implementation == "reference":
         implementation = "reference"
     else:

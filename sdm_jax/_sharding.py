@@ -131,7 +131,7 @@ def runs_on_many(ctx: Any) -> bool:
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
     """The arrays, each varying over all mesh axes of a `jax.shard_map` that any of them varies over."""
-    varying = [jax.typeof(x).mat.varying for x in arrays]
+    varying = [_varying(x) for x in arrays]
     together = frozenset().union(*varying)
     return [
         jax.lax.pcast(x, tuple(sorted(together - own)), to="varying") if together - own else x
@@ -170,3 +170,8 @@ def partitioned(f: Callable[..., Sequence[Any]], axes: Axes, operands: Sequence[
 
 def _spec(x: Any) -> Any:
     return getattr(x.sharding, "spec", ())
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """Mesh axes that an array in a `jax.shard_map` varies over; JAX has no public name for them."""
+    return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())

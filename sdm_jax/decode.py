@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from sdm_jax import _calls, checks, reference
 from sdm_jax._layout import accumulate_dtype
-from sdm_jax._sharding import vary_alike
-from sdm_jax.write_read import write_read
+from sdm_jax.write_read import as_operands, write_read
 
 
 def decode_step(
@@ -36,31 +35,19 @@ def decode_step(
 
     **Raises:** as `write_read`.
     """
+    operands = [bank, k_idx, k_val, v, beta, g, q_idx, q_val]
     settings = checks.settings(
         getattr(bank, "dtype", jnp.float32), shared_bank=shared_bank, implementation=implementation
     )
     sizes = checks.arguments(
-        bank,
-        k_idx,
-        k_val,
-        v,
-        beta,
-        g,
-        q_idx,
-        q_val,
-        chunk_size=settings.chunk_size,
-        shared_bank=settings.shared_bank,
-        token_axis=False,
+        *operands, chunk_size=settings.chunk_size, shared_bank=settings.shared_bank, token_axis=False
     )
-    bank = jnp.asarray(bank)
-    k_idx, q_idx = checks.clean_ids(k_idx, sizes.num_slots), checks.clean_ids(q_idx, sizes.num_slots)
-    k_val, v, beta, g, q_val = map(jnp.asarray, (k_val, v, beta, g, q_val))
-    bank, k_idx, k_val, v, beta, g, q_idx, q_val = vary_alike((bank, k_idx, k_val, v, beta, g, q_idx, q_val))
+    operands = as_operands(*operands)
     if settings.implementation == "reference":
-        return reference.decode_step(bank, k_idx, k_val, v, beta, g, q_idx, q_val, shared_bank=settings.shared_bank)
+        return reference.decode_step(*operands, shared_bank=settings.shared_bank)
     if sizes.num_streams == 0:
-        return jnp.zeros(v.shape, bank.dtype), bank
-    return _decode(settings, bank, k_idx, k_val, v, beta, g, q_idx, q_val)
+        return jnp.zeros(v.shape, bank.dtype), operands[0]
+    return _decode(settings, *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -73,6 +73,7 @@ def write_read(
     **Raises:** TypeError or ValueError, while tracing, for arguments or settings that do not fit;
     `UnsupportedConfigurationError` where `implementation` cannot serve. `sdm_jax.check_inputs` looks at values.
     """
+    operands = [bank, k_idx, k_val, v, beta, g, q_idx, q_val]
     settings = checks.settings(
         getattr(bank, "dtype", jnp.float32),
         chunk_size=chunk_size,
@@ -81,35 +82,10 @@ def write_read(
         shared_bank=shared_bank,
         implementation=implementation,
     )
-    sizes = checks.arguments(
-        bank,
-        k_idx,
-        k_val,
-        v,
-        beta,
-        g,
-        q_idx,
-        q_val,
-        chunk_size=settings.chunk_size,
-        shared_bank=settings.shared_bank,
-    )
-    bank = jnp.asarray(bank)
-    k_idx, q_idx = checks.clean_ids(k_idx, sizes.num_slots), checks.clean_ids(q_idx, sizes.num_slots)
-    k_val, v, beta, g, q_val = map(jnp.asarray, (k_val, v, beta, g, q_val))
-    bank, k_idx, k_val, v, beta, g, q_idx, q_val = vary_alike((bank, k_idx, k_val, v, beta, g, q_idx, q_val))
+    sizes = checks.arguments(*operands, chunk_size=settings.chunk_size, shared_bank=settings.shared_bank)
+    bank, k_idx, k_val, v, beta, g, q_idx, q_val = operands = as_operands(*operands)
     if settings.implementation == "reference":
-        return reference.write_read(
-            bank,
-            k_idx,
-            k_val,
-            v,
-            beta,
-            g,
-            q_idx,
-            q_val,
-            chunk_size=settings.chunk_size,
-            shared_bank=settings.shared_bank,
-        )
+        return reference.write_read(*operands, chunk_size=settings.chunk_size, shared_bank=settings.shared_bank)
     if sizes.num_tokens == 0 or sizes.num_streams == 0:
         return jnp.zeros(v.shape, bank.dtype), bank
     call = CallSettings(
@@ -119,7 +95,14 @@ def write_read(
         implementation=settings.implementation,
         dtypes=tuple(str(x.dtype) for x in (k_val, v, beta, g, q_val)),
     )
-    return _write_read(call, bank, k_idx, k_val, v, beta, g, q_idx, q_val)
+    return _write_read(call, *operands)
+
+
+def as_operands(bank, k_idx, k_val, v, beta, g, q_idx, q_val) -> list[Any]:
+    """Checked arguments as JAX arrays, the ids as int32."""
+    num_slots = bank.shape[-2]
+    k_idx, q_idx = checks.clean_ids(k_idx, num_slots), checks.clean_ids(q_idx, num_slots)
+    return vary_alike([jnp.asarray(x) for x in (bank, k_idx, k_val, v, beta, g, q_idx, q_val)])
 
 
 def forward_with_residuals(settings: CallSettings, bank, k_idx, k_val, v, beta, g, q_idx, q_val, *, save):

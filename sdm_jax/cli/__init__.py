@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 
 from sdm_jax.checks import UnsupportedConfigurationError
-from sdm_jax.cli import generate, info, train
+from sdm_jax.cli import bench, generate, info, train
 from sdm_jax.cli._errors import CommandError
 
 # A command is a module with `add_parser(subparsers)`, which sets `run(arguments) -> exit status`.
-COMMANDS = (train, generate, info)
+COMMANDS = (train, generate, bench, info)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from sdm_jax.cli._errors import CommandError
@@ -57,9 +56,7 @@ class Checkpoints:
         return self._restore("settings", ocp.args.JsonRestore())
 
     def restore(self, like: Any) -> Any:
-        """The newest state; `like` is a pytree of arrays or shapes like it, None for plain dicts."""
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), like)
+        """The newest state; `like` is a pytree of shapes like it, with shardings, or None for plain dicts."""
         return self._restore("state", ocp.args.StandardRestore(like))
 
     def _restore(self, item: str, how: Any) -> Any:

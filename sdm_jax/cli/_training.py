@@ -9,11 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sdm_jax.cli import _model
-from sdm_jax.flax import LanguageModel, LanguageModelConfig, weight_decay_mask
+from sdm_jax.flax import LanguageModel, LanguageModelConfig, model_shardings, weight_decay_mask
 
 
 @jax.tree_util.register_dataclass
@@ -62,7 +65,7 @@ class OptimizerConfig:
         )
 
 
-def make_trainer(settings: argparse.Namespace, vocab_size: int) -> Trainer:
+def make_trainer(settings: argparse.Namespace, vocab_size: int, mesh: Mesh | None = None) -> Trainer:
     """The trainer that the settings of a run describe.
 
     Raises:
@@ -77,7 +80,7 @@ def make_trainer(settings: argparse.Namespace, vocab_size: int) -> Trainer:
         clip_norm=settings.clip_norm,
     )
     try:
-        return Trainer(config, optimizer_config)
+        return Trainer(config, optimizer_config, mesh)
     except (TypeError, ValueError) as error:
         raise _model.name_the_flag(error, settings) from error
 
@@ -88,23 +91,56 @@ class Trainer:
     Arguments:
         model_config: settings of the model.
         optimizer_config: settings of the optimizer.
+        mesh: devices, with axes `data` (of a batch) and `model` (of the memory's heads or columns); None: one device.
 
     Raises:
         TypeError, ValueError: bad settings of the model.
     """
 
-    def __init__(self, model_config: LanguageModelConfig, optimizer_config: OptimizerConfig):
+    def __init__(self, model_config: LanguageModelConfig, optimizer_config: OptimizerConfig, mesh: Mesh | None = None):
         self._model_config = model_config
         self._schedule = optimizer_config.schedule()
         self._optimizer = optimizer_config.build()
         self._graph = nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(model_config, rngs=nnx.Rngs(0))))
+        self._mesh = mesh
+
+    def _in_place(self, state: Any) -> Any:
+        """The state, told to stay where the mesh has it."""
+        return state if self._mesh is None else jax.lax.with_sharding_constraint(state, self._shardings(state))
+
+    def _shardings(self, state: Any) -> Any:
+        if self._mesh is None:
+            here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.tree.map(lambda _: here, state)
+        return model_shardings(state, self._mesh, self._model_config.memory.get("num_heads", 1))
+
+    def shapes(self) -> TrainingState:
+        """Shapes of a state's arrays, with their shardings."""
+        shapes = jax.eval_shape(self.init, 0)
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, self._shardings(shapes)
+        )
+
+    def place(self, batch: np.ndarray) -> jax.Array:
+        """`batch [..., B, T + 1]` on the devices."""
+        if self._mesh is None:
+            return jnp.asarray(batch)
+        whole = batch.shape[-2] % self._mesh.shape["data"]  # of a few pieces of validation text
+        spec = PartitionSpec(*[None] * (batch.ndim - 2), None if whole else "data")
+        return jax.device_put(batch, NamedSharding(self._mesh, spec))
+
+    def local(self, state: TrainingState) -> TrainingState:
+        """The state on one device of this process."""
+        if self._mesh is None:
+            return state
+        return jax.tree.map(jnp.asarray, multihost_utils.process_allgather(state, tiled=True))
 
     @functools.partial(jax.jit, static_argnums=0)
     def init(self, seed: jax.Array) -> TrainingState:
         """The state before the first step."""
         model = LanguageModel(self._model_config, rngs=nnx.Rngs(params=jax.random.key(seed)))
         params, statistics = nnx.state(model, nnx.Param, ...)
-        return TrainingState(jnp.zeros((), jnp.int32), params, statistics, self._optimizer.init(params))
+        return self._in_place(TrainingState(jnp.zeros((), jnp.int32), params, statistics, self._optimizer.init(params)))
 
     def model(self, state: TrainingState) -> LanguageModel:
         """The model with the parameters of `state`, in `eval()` mode."""
@@ -150,7 +186,7 @@ class Trainer:
             "gradient_norm": jnp.sqrt(sum(jnp.vdot(x, x) for x in jax.tree.leaves(grads))),
             "learning_rate": self._schedule(state.step),
         }
-        return TrainingState(state.step + 1, params, statistics, optimizer), metrics
+        return self._in_place(TrainingState(state.step + 1, params, statistics, optimizer)), metrics
 
     @functools.partial(jax.jit, static_argnums=0)
     def losses(self, state: TrainingState, batch: jax.Array) -> jax.Array:

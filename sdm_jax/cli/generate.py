@@ -35,7 +35,6 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Loads the model and samples; returns the exit status."""
     need_modules("generate", "flax", "optax", "orbax")
-    import jax
 
     from sdm_jax.cli import _text
     from sdm_jax.cli._checkpoint import Checkpoints
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings = argparse.Namespace(**checkpoints.settings())
         tokenizer, vocab_size = _text.load_tokenizer(settings.tokenizer)
         trainer = make_trainer(settings, vocab_size)
-        state = checkpoints.restore(jax.eval_shape(trainer.init, settings.seed))
+        state = checkpoints.restore(trainer.shapes())
     print_continuation(
         trainer.model(state), tokenizer, arguments.prompt, arguments.length, arguments.temperature, arguments.seed
     )

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sdm_jax.cli import _flags, _metrics, _model
+from sdm_jax.cli import _devices, _flags, _metrics, _model
 from sdm_jax.cli._errors import CommandError, need_modules
 from sdm_jax.cli.generate import print_continuation
 
 # These concern one invocation and are not kept.
-INVOCATION_FLAGS = ("config", "out", "resume", "overwrite")
+INVOCATION_FLAGS = ("config", "out", "resume", "overwrite", *_devices.FLAGS)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -66,6 +66,7 @@ def add_parser(subparsers: Any) -> None:
     flags.add("--validation-tokens", 65536, "tokens that a validation predicts", type=integer, metavar="N")
 
     model_flags = _model.add_flags(flags)
+    _devices.add_flags(flags)
 
     flags.group("sample at the end")
     flags.add("--prompt", "def ", "text to continue", metavar="TEXT")
@@ -88,9 +89,11 @@ def run(given: dict[str, Any], defaults: dict[str, Any], model_flags: list[str])
     from sdm_jax.cli._checkpoint import Checkpoints
 
     invocation = argparse.Namespace(**(defaults | given), given=given)
+    mesh = _devices.start(invocation)
     with Checkpoints(invocation.out) as checkpoints:
         settings = _settle(given, defaults, model_flags, checkpoints)
-        return _train(settings, invocation, checkpoints)
+        _devices.check_batch_size(mesh, settings.batch_size)
+        return _train(settings, invocation, checkpoints, mesh)
 
 
 def _settle(given, defaults, model_flags, checkpoints) -> argparse.Namespace:
@@ -121,9 +124,7 @@ def _settle(given, defaults, model_flags, checkpoints) -> argparse.Namespace:
     return argparse.Namespace(**settings)
 
 
-def _train(settings, invocation, checkpoints) -> int:
-    import jax
-
+def _train(settings, invocation, checkpoints, mesh) -> int:
     from sdm_jax.cli import _text
     from sdm_jax.cli._training import make_trainer
     from sdm_jax.flax import count_parameters
@@ -141,43 +142,46 @@ def _train(settings, invocation, checkpoints) -> int:
         if "data" not in invocation.given:
             raise CommandError(f"{text.source} has changed since the checkpoint: give --data to train on it")
         settings.fingerprint = text.fingerprint
-    trainer = make_trainer(settings, vocab_size)
+    trainer = make_trainer(settings, vocab_size, mesh)
     pieces = list(
         _text.validation_batches(text.validation, settings.batch_size, settings.length + 1, settings.validation_tokens)
     )
     order_1 = _text.ByteBigram(text.train).bits_per_byte(pieces) if of_bytes else None
 
     if invocation.resume:
-        state = checkpoints.restore(jax.eval_shape(trainer.init, settings.seed))
+        state = checkpoints.restore(trainer.shapes())
     else:
         state = trainer.init(settings.seed)
         # Now that nothing is left that could be wrong with the settings or the text.
         checkpoints.clear()
     count = count_parameters(trainer.model(state))
-    print(
+    _say(
         f"text: {text.source}, {text.train_bytes:,} bytes to train on and {text.validation_bytes:,} to validate on\n"
-        f"model: {settings.layers}, {count.active:,} parameters and {count.bank:,} in initial banks",
-        flush=True,
+        f"model: {settings.layers}, {count.active:,} parameters and {count.bank:,} in initial banks"
     )
     if order_1 is not None:
-        print(f"order-1 byte model: {order_1:.3f} bits per byte on the validation text", flush=True)
+        _say(f"order-1 byte model: {order_1:.3f} bits per byte on the validation text")
 
     validation = _Validation(trainer, pieces, text)
-    with _metrics.Metrics(settings.metrics, checkpoints.folder, int(state.step)) as metrics:
+    kind = settings.metrics if _is_first_process() else "none"
+    with _metrics.Metrics(kind, checkpoints.folder, int(state.step)) as metrics:
         state, stopped = _run_steps(trainer, state, text, settings, validation, checkpoints, metrics)
         step = int(state.step)
         checkpoints.save(step, state, vars(settings))
-        print(f"checkpoint: step {step} in {checkpoints.folder}", flush=True)
+        _say(f"checkpoint: step {step} in {checkpoints.folder}")
         if stopped:
-            print("stopped; --resume continues", flush=True)
+            _say("stopped; --resume continues")
             return 130
     if validation.step != step:  # a finished run that is resumed
         validation.run(state)
-    _report(trainer.model(state), validation, pieces, order_1)
+    model = trainer.model(trainer.local(state))
+    if not _is_first_process():
+        return 0
+    _report(model, validation, pieces, order_1)
     if settings.sample_length:
         print("sample:", flush=True)
         print_continuation(
-            trainer.model(state),
+            model,
             tokenizer,
             settings.prompt,
             settings.sample_length,
@@ -185,6 +189,18 @@ def _train(settings, invocation, checkpoints) -> int:
             settings.seed,
         )
     return 0
+
+
+def _is_first_process() -> bool:
+    import jax
+
+    return jax.process_index() == 0
+
+
+def _say(line: str) -> None:
+    """Prints a line, once where there are several processes."""
+    if _is_first_process():
+        print(line, flush=True)
 
 
 class _Validation:
@@ -198,7 +214,7 @@ class _Validation:
 
     def run(self, state) -> None:
         self.step = int(state.step)
-        losses = [self._trainer.losses(state, piece) for piece in self._pieces]
+        losses = [self._trainer.losses(state, self._trainer.place(piece)) for piece in self._pieces]
         self.losses = sum(losses) / len(losses)
 
     @property
@@ -224,12 +240,14 @@ def _run_steps(trainer, state, text, settings, validation, checkpoints, metrics)
     pieces, length = settings.accumulate * settings.batch_size, settings.length
     with (
         _interruption() as interrupted,
-        tqdm(total=settings.steps, initial=first, unit="step", dynamic_ncols=True) as bar,
+        tqdm(
+            total=settings.steps, initial=first, unit="step", dynamic_ncols=True, disable=not _is_first_process()
+        ) as bar,
     ):
         smooth, started, paused = None, None, 0.0
         for step in range(first, settings.steps):
             batch = draw_batch(text.train, pieces, length + 1, settings.seed, step)
-            state, values = trainer.step(state, batch.reshape(settings.accumulate, -1, length + 1))
+            state, values = trainer.step(state, trainer.place(batch.reshape(settings.accumulate, -1, length + 1)))
             values = {name: float(value) for name, value in values.items()}
             loss = values["loss"]
             if not math.isfinite(loss):
@@ -250,10 +268,12 @@ def _run_steps(trainer, state, text, settings, validation, checkpoints, metrics)
             if done % settings.validate_every == 0 or done == settings.steps:
                 validation.run(state)
                 values |= validation.metrics()
-                bar.write(
+                line = (
                     f"step {done}: loss {smooth:.3f}, {validation.bits(smooth):.3f} bits per byte; validation "
                     f"loss {validation.loss:.3f}, {validation.bits(validation.loss):.3f} bits per byte"
                 )
+                if _is_first_process():
+                    bar.write(line)
             metrics.write(done, values)
             if done % settings.save_every == 0 and done < settings.steps:
                 checkpoints.save(done, state, vars(settings))

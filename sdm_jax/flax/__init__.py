@@ -5,6 +5,7 @@ from sdm_jax.flax.generation import ByteTokenizer, Tokenizer, generate, generate
 from sdm_jax.flax.language_model import LanguageModel, LanguageModelConfig
 from sdm_jax.flax.layer import SDMState, SparseDeltaMemory
 from sdm_jax.flax.parameters import BankParam, GateParam, ParameterCount, count_parameters, weight_decay_mask
+from sdm_jax.flax.sharding import model_shardings
 from sdm_jax.flax.torch_names import from_torch_state_dict, to_torch_state_dict
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "generate_text",
+    "model_shardings",
     "to_torch_state_dict",
     "weight_decay_mask",
 ]
