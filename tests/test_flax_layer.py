@@ -316,6 +316,8 @@ def test_parameters_can_be_told_apart():
     assert {"write_scores", "write_norm", "output"} <= set(others)
     active = 2 * 8 * 24 + 8 * 8 * 3 + 2 * 8 * 2 + 4 * 24 + 2 * 4 + 4
     assert count_parameters(layer) == count_parameters(params) == (active, 2 * 36 * 4)
+    with pytest.raises(TypeError, match=r"node must be an nnx.Module or nnx.State, got dict"):
+        count_parameters({})
 
 
 def test_weight_decay_is_for_matrices():

@@ -67,10 +67,11 @@ def generate(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the prompt is empty, or `length` or `temperature` is negative.
+        ValueError: the prompt is empty or has tokens that the model does not know, or `length`, `temperature` or
+            `seed` is out of range.
     """
-    tokens, length, noise = _check(model, prompt, length, temperature)
-    return _generate(*nnx.split(model), tokens, jax.random.key(seed), noise, length)
+    tokens, length, noise, key = _check(model, prompt, length, temperature, seed)
+    return _generate(*nnx.split(model), tokens, key, noise, length)
 
 
 def generate_stream(
@@ -82,8 +83,8 @@ def generate_stream(
     seed: int = 0,
 ) -> Iterator[np.ndarray]:
     """`generate`, giving the tokens of each position, `[B]` int32, as soon as they are sampled."""
-    tokens, length, noise = _check(model, prompt, length, temperature)
-    return _stream(model, tokens, length, noise, jax.random.key(seed))
+    tokens, length, noise, key = _check(model, prompt, length, temperature, seed)
+    return _stream(model, tokens, length, noise, key)
 
 
 def generate_text(
@@ -115,10 +116,6 @@ def generate_text(
             negative.
     """
     ids = np.asarray(token_ids(tokenizer, prompt))
-    if ids.ndim == 1 and ids.size and not 0 <= ids.min() <= ids.max() < model.vocab_size:
-        raise ValueError(
-            f"prompt has tokens of {ids.min()}..{ids.max()}, but the model knows those below {model.vocab_size}"
-        )
     tokens = generate_stream(model, ids[None], length, temperature=temperature, seed=seed)
     return _pieces(tokenizer, tokens)
 
@@ -138,17 +135,22 @@ def _pieces(tokenizer, tokens):
         yield rest
 
 
-def _check(model, prompt, length, temperature) -> tuple[jax.Array, int, jax.Array]:
+def _check(model, prompt, length, temperature, seed) -> tuple[jax.Array, int, jax.Array, jax.Array]:
     if not isinstance(model, LanguageModel):
         raise TypeError(f"model must be a LanguageModel, got {type(model).__name__}")
     prompt = jnp.asarray(prompt)
-    if prompt.ndim != 2 or prompt.shape[1] == 0:
+    if prompt.ndim != 2 or prompt.size == 0:
         raise ValueError(f"prompt must be [batch, tokens] with at least one token, got shape {prompt.shape}")
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise TypeError(f"prompt must have an integer dtype, got {prompt.dtype}")
     if _settings.number("temperature", temperature) < 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
-    return prompt.astype(jnp.int32), _settings.integer("length", length, 0), jnp.float32(temperature)
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= model.vocab_size:
+        raise ValueError(f"prompt has tokens of {low}..{high}, but the model knows those below {model.vocab_size}")
+    length = _settings.integer("length", length, 0)
+    key = jax.random.key(_settings.integer("seed", seed, 0, 2**31 - 1))
+    return prompt.astype(jnp.int32), length, jnp.float32(temperature), key
 
 
 def _next(graph, variables, tokens, cache, key, temperature):

@@ -26,7 +26,9 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(node: Any) -> ParameterCount:
-    """Counts the parameters of a module or of its state, those of initial banks apart."""
+    """Counts the parameters of a module or its state, those of initial banks apart; a TypeError for anything else."""
+    if not isinstance(node, nnx.Module | nnx.State):
+        raise TypeError(f"node must be an nnx.Module or nnx.State, got {type(node).__name__}")
     params = node if isinstance(node, nnx.State) else nnx.state(node)
     banks, others, _ = nnx.split_state(params, BankParam, nnx.Param, ...)
     return ParameterCount(*(sum(x.size for x in jax.tree.leaves(part)) for part in (others, banks)))
