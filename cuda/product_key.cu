@@ -45,7 +45,7 @@ __device__ void exchange(int64_t& a, int64_t& b) {
 __device__ void clean(int64_t* x, int size, int first, int lane) {
   for (int stride = first; stride > 0; stride /= 2) {
     for (int t = lane; t < size / 2; t += 32) {
-      const int i = t / stride * 2 * stride + t % stride;
+      const int i = 2 * t - (t & (stride - 1));
       exchange(x[i], x[i + stride]);
     }
     __syncwarp();
@@ -55,7 +55,7 @@ __device__ void sort_keys(int64_t* x, int size, int lane) {
   for (int length = 2; length <= size; length *= 2) {
     const int half = length / 2;
     for (int t = lane; t < size / 2; t += 32) {
-      const int part = t / half * length, i = t % half;
+      const int i = t & (half - 1), part = 2 * (t - i);
       exchange(x[part + i], x[part + length - 1 - i]);
     }
     __syncwarp();
