@@ -38,8 +38,8 @@ def test_numbers_and_files(tmp_path, capsys):
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_named_shape_of_the_hardware_notes():
-    # The bytes that the shape is known by: 25.8 GB forward, 34.4 + 60.1 GB with gradients.
+def test_bytes_of_a_named_shape():
+    # 25.8 GB forward; with gradients 34.4 GB forward, which saves the snapshot, and 60.1 GB backward.
     flagship = bench.SHAPES["flagship"]
     assert flagship.row_bytes("forward") == pytest.approx(25.8e9, rel=2e-3)
     assert flagship.row_bytes("gradients") == pytest.approx(94.5e9, rel=2e-3)

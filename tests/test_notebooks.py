@@ -29,7 +29,6 @@ def test_committed_with_outputs(path):
     assert not any("error" in found or "stderr" in found for found in kinds(notebook))
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of Jupyter's own packages
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, tmp_path, monkeypatch):
