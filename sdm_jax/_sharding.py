@@ -44,10 +44,8 @@ class _Layout:
     def __init__(self, axes: Axes, operands: Sequence[Any]):
         self.axes = axes
         self.words = [*axes.operands, *(word.removeprefix("+") for word in axes.results)]
-        leads = [len(x.shape) - len(word) for x, word in zip(operands, axes.operands, strict=True)]
-        self.lead = max(leads)
         # Streams that share a bank stay together: only the axes that every operand has are split.
-        self.split = min(leads)
+        self.split = min(len(x.shape) - len(word) for x, word in zip(operands, axes.operands, strict=True))
 
     def rule(self, arrays: Sequence[Any]) -> str:
         """The sharding rule of Shardy: factors that arrays have in common, and factors of their own."""
@@ -80,7 +78,6 @@ class _Layout:
             taken.update(names)
             return dimension
 
-        arrays = list(arrays)
         specs = [(*spec, *[None] * (len(x.shape) - len(spec))) for spec, x in zip(specs, arrays, strict=True)]
         words = self.words[: len(arrays)]
         for spec, x in zip(specs, arrays, strict=True):

@@ -139,13 +139,12 @@ def measure_decode(name, implementation, repeats):
 def measure_selection(implementation, repeats):
     """One selection of 64 of 256 x 256 slots for the 2 x 32768 rows of flagship's reads, and its backward."""
     scores = jax.random.normal(jax.random.key(0), (65536, 512))
-    plain = implementation == "xla"
+    settings = dict(factors=(256, 256), k=64, implementation=implementation)
 
     def topk(x):
-        return _calls.product_key_topk(x, factors=(256, 256), k=64, implementation="xla" if plain else None)
+        return _calls.product_key_topk(x, **settings)
 
     def backward(d, ids):
-        settings = dict(factors=(256, 256), k=64, implementation="xla" if plain else None)
         return _calls.product_key_topk_backward(d, ids, **settings)
 
     factors = jax.jit(lambda x: (jax.lax.top_k(x[:, :256], 64), jax.lax.top_k(x[:, 256:], 64)))
