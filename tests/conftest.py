@@ -4,11 +4,8 @@ import contextlib
 import os
 
 import hypothesis
-import jax
 import pytest
 from cases import IMPLEMENTATIONS, cpu_device
-
-jax.config.update("jax_num_cpu_devices", 4)  # for the tests of sharding; all others use the first
 
 hypothesis.settings.register_profile(
     "default",

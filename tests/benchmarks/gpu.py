@@ -1,12 +1,13 @@
 """Times of the named shapes on a GPU, next to those of the published PyTorch implementation on an H200.
 
-    python tests/benchmarks/gpu.py [--shapes flagship,mid] [--implementation cuda] [--repeats 20]
+    python tests/benchmarks/gpu.py [--shapes flagship,mid] [--implementation cuda] [--repeats 20] [--profile]
 
 Jitted, the bank donated, median after warm-up; ids are product-key selections of random scores, all distinct
 within a token. "forward" saves nothing; "both" is the forward that saves and the backward, from given
 cotangents to the gradients of every argument. Decode is timed as a chain of steps in one jitted call, which
 takes the same 64 tokens a stream four times: their rows do not fit the cache, and the host has time to start the
-next call.
+next call. `--profile` adds the device time of each kernel of one call (XLA_FLAGS=--xla_gpu_enable_command_buffer= lets
+the profiler see them all).
 """
 
 import argparse
@@ -15,6 +16,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from device_time import print_device_time
 
 import sdm_jax
 from sdm_jax import _calls
@@ -92,7 +94,7 @@ def timed(step, bank, repeats):
     return statistics.median(times)
 
 
-def measure(name, implementation, repeats):
+def measure(name, implementation, repeats, profile):
     (P, T, S, D, W, C, dtype), *peer = SHAPES[name]
     settings = dict(chunk_size=C, implementation=implementation)
 
@@ -116,6 +118,11 @@ def measure(name, implementation, repeats):
         f"(peer {peer[1]:5.1f})   temporaries {memory[0]:.0f} / {memory[1]:.0f} MiB",
         flush=True,
     )
+    if profile:
+        bank, _ = inputs(P, 1, S, D, W, dtype)
+        print_device_time(lambda: jax.block_until_ready(forward(bank, tokens)), names=True)
+        bank, _ = inputs(P, 1, S, D, W, dtype)
+        print_device_time(lambda: jax.block_until_ready(both(bank, bank, dy, tokens)), names=True)
 
 
 def measure_decode(name, implementation, repeats):
@@ -165,13 +172,17 @@ def main():
     parser.add_argument("--shapes", default=",".join([*SHAPES, *DECODE, "selection"]))
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     print(jax.devices()[0].device_kind, "jax", jax.__version__, args.implementation, flush=True)
     for name in args.shapes.split(","):
         if name == "selection":
             measure_selection(args.implementation, args.repeats)
             continue
-        (measure if name in SHAPES else measure_decode)(name, args.implementation, args.repeats)
+        if name in DECODE:
+            measure_decode(name, args.implementation, args.repeats)
+        else:
+            measure(name, args.implementation, args.repeats, args.profile)
 
 
 if __name__ == "__main__":

@@ -10,31 +10,16 @@ work. A mesh splits the batch over `data`, and the heads (or, where it does not 
 """
 
 import argparse
-import collections
-import glob
-import gzip
-import json
-import re
 import statistics
-import tempfile
 import time
 
 import jax
 import jax.numpy as jnp
+from device_time import print_device_time
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sdm_jax.flax import SparseDeltaMemory, model_shardings
-
-KINDS = [  # of device work, by the names of events
-    ("write_read, forward", r"sdm_forward|forward_steps|gather_kernel|mover_kernel|dual_|phase1_kernel|solve|records"),
-    ("write_read, backward", r"sdm_backward|gradient|du_matmul|square|phase1_backward|add_parts"),
-    ("product keys", r"product_key|topk|backward_kernel"),
-    ("matrix products", r"gemm|dot|cublas|cutlass|nvjet"),
-    ("communication", r"nccl|all-reduce|all-gather"),
-    ("custom calls (CPU)", r"ffi_call"),
-    ("copies and fills", r"copy|memcpy|memset|broadcast"),
-]
 
 
 class Block(nnx.Module):
@@ -84,30 +69,6 @@ def make_step(args, mesh):
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)), params, rest, x
 
 
-def profiled(run):
-    """Milliseconds of device work in one call, by kind; and the names of what belongs to none, longest first."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            run()
-        (path,) = glob.glob(f"{folder}/**/perfetto_trace.json.gz", recursive=True)
-        with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    devices = {pid for pid, name in processes.items() if "/device:GPU" in name} or set(processes)
-    times, others = collections.Counter(), collections.Counter()
-    for event in events:
-        if event.get("ph") != "X" or event["pid"] not in devices or not isinstance(event.get("args"), dict):
-            continue
-        name = " ".join([event["name"], event["args"].get("hlo_op", ""), event["args"].get("name", "")])
-        if "hlo_op" not in event["args"] and devices == set(processes):
-            continue
-        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
-        times[kind] += event["dur"] / 1e3
-        if kind == "other":
-            others[event["name"]] += event["dur"] / 1e3
-    return times, others
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = dict(layers=4, dim=2048, heads=2, slots=65536, tokens=32768, batch=1, writes=64, reads=64, repeats=5)
@@ -142,11 +103,7 @@ def main():
         flush=True,
     )
     if args.profile:
-        kinds, others = profiled(run)
-        for kind, ms in kinds.most_common():
-            print(f"  {kind:22s} {ms:8.2f} ms")
-        for name, ms in others.most_common(8):
-            print(f"    other: {name[:80]:80s} {ms:8.2f} ms")
+        print_device_time(run)
 
 
 if __name__ == "__main__":

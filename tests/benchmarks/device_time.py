@@ -1,0 +1,67 @@
+"""What takes the time of a call on a device, by the kind of work, from JAX's profiler."""
+
+from __future__ import annotations
+
+import collections
+import glob
+import gzip
+import json
+import re
+import tempfile
+from collections.abc import Callable
+
+import jax
+
+KINDS = [  # of work, by the names of events
+    ("write_read, forward", r"forward|mover_kernel|gather_kernel|dual_|phase1_kernel|solve|records|take_snapshot"),
+    ("write_read, backward", r"backward|gradient|du_matmul|products_kernel|rows_kernel|add_parts"),
+    ("product keys", r"product_key|topk|top_k"),
+    ("matrix products", r"gemm|dot|cublas|cutlass|nvjet"),
+    ("communication", r"nccl|all-reduce|all-gather"),
+    ("custom calls (CPU)", r"ffi_call"),
+    ("copies and fills", r"copy|memcpy|memset|broadcast"),
+]
+
+
+def events_of(run: Callable[[], object]) -> list[dict]:
+    """The device's events of one call."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, create_perfetto_trace=True):
+            run()
+        (path,) = glob.glob(f"{folder}/**/perfetto_trace.json.gz", recursive=True)
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    devices = {pid for pid, name in processes.items() if "/device:GPU" in name}
+    return [
+        e
+        for e in events
+        if e.get("ph") == "X"
+        and isinstance(e.get("args"), dict)
+        and (e["pid"] in devices if devices else "hlo_op" in e["args"])
+    ]
+
+
+def kind_of(event: dict) -> str:
+    name = " ".join([event["name"], event["args"].get("hlo_op", ""), event["args"].get("name", "")])
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
+
+
+def print_device_time(run: Callable[[], object], names: bool = False) -> None:
+    """Prints the milliseconds of device work in one call by kind, and the longest of no kind (or of all) by name.
+
+    Work that runs side by side counts each for itself.
+    """
+    kinds: collections.Counter[str] = collections.Counter()
+    single: collections.Counter[str] = collections.Counter()
+    count: collections.Counter[str] = collections.Counter()
+    for event in events_of(run):
+        kind, name = kind_of(event), re.sub(r"\(anonymous namespace\)::|sdm::gpu::|void ", "", event["name"])[:70]
+        kinds[kind] += event["dur"] / 1e3
+        if names or kind == "other":
+            single[name] += event["dur"] / 1e3
+            count[name] += 1
+    for kind, ms in kinds.most_common():
+        print(f"  {kind:22s} {ms:8.2f} ms")
+    for name, ms in single.most_common(16 if names else 8):
+        print(f"    {name:70s} x {count[name]:5d} {ms:8.2f} ms", flush=True)
