@@ -29,7 +29,9 @@ struct LeftPiece {
   template <class At>
   __device__ void load(At at) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const float x[4] = {at(g, t), at(g + 8, t), at(g, t + 4), at(g + 8, t + 4)};
+    set({at(g, t), at(g + 8, t), at(g, t + 4), at(g + 8, t + 4)});
+  }
+  __device__ void set(const float (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       high[i] = to_tf32(x[i]);
@@ -44,7 +46,9 @@ struct RightPiece {
   template <class At>
   __device__ void load(At at) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const float x[2] = {at(t, g), at(t + 4, g)};
+    set({at(t, g), at(t + 4, g)});
+  }
+  __device__ void set(const float (&x)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       high[i] = to_tf32(x[i]);
