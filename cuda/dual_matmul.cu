@@ -4,8 +4,6 @@
 // what they got in a fixed order. Few operations a step: bound by latency. So operands go from memory into registers,
 // without shared memory and barriers between; the matrices and dY, which do not change while steps run, before the
 // kernel that makes u or `carried` has ended, and all of u or `carried` at once after it.
-#include <cstdlib>
-
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tensor.cuh"
 
@@ -90,15 +88,6 @@ __device__ inline void load_matrix(MatrixUnit& unit, const float* matrix, int ld
         }
       }
     }
-  }
-}
-
-// Brings rows row0 .. row0 + 16 of a lower triangular [ld][ld] matrix into the second-level cache.
-__device__ inline void prefetch_matrix(const float* matrix, int ld, int row0) {
-  const int lines = (row0 + kRows) / 32 + 1;
-  for (int i = threadIdx.x; i < kRows * lines; i += blockDim.x) {
-    const int r = row0 + i / lines, c = i % lines * 32;
-    if (r < ld && c < ld) asm volatile("prefetch.global.L2 [%0];" ::"l"(matrix + static_cast<int64_t>(r) * ld + c));
   }
 }
 
@@ -202,7 +191,6 @@ struct Dual {
   void* y;
   int64_t width, begin, square_stride, delta_stride, one_chunk_stride, y_stride;
   int64_t first_stream;
-  int64_t ahead;
   int streams, chunk, tokens, columns, column_tiles, row_tiles;
 };
 
@@ -223,7 +211,6 @@ __global__ void __launch_bounds__(S::threads, 16 / S::warps) dual_matmul_kernel(
   MatrixUnit left[S::units];
 #pragma unroll
   for (int i = 0; i < S::units; ++i) load_matrix<false>(left[i], matrix, a.chunk, row0, S::depth(i), end);
-  if (a.ahead != 0 && column0 == 0) prefetch_matrix(matrix + a.ahead, a.chunk, row0);
   const int t = row0 + static_cast<int>(threadIdx.x) / 8, c = static_cast<int>(threadIdx.x) % 8 * 4;
   const int count = threadIdx.x < kAdders && t < a.tokens ? columns - c : 0;
   const int64_t at = t * a.width + first + c;
@@ -276,7 +263,6 @@ struct Du {
   float* du;
   int64_t width, begin, square_stride, carried_stride, row_stride;
   int64_t first_stream;
-  int64_t ahead;
   int streams, chunk, tokens, columns, column_tiles;
 };
 
@@ -305,10 +291,6 @@ __global__ void __launch_bounds__(S::threads, 16 / S::warps) du_matmul_kernel(co
   for (int i = 0; i < S::units; ++i) {
     if (row0 + S::depth(i) < a.tokens) multiply_unit(sums, left[i], right[i]);
     load_matrix<true>(left[i], x, a.chunk, row0, row0 + S::depth(i), a.tokens);
-  }
-  if (a.ahead != 0 && column0 == 0) {
-    prefetch_matrix(x + a.ahead, a.chunk, row0);
-    prefetch_matrix(qx + a.ahead, a.chunk, row0);
   }
 
   wait_for_previous();
@@ -371,9 +353,6 @@ cudaError_t dual_matmul(const Forward& f, int64_t n, Range range, Launch where) 
   a.tokens = c.tokens;
   a.columns = static_cast<int>(range.end - range.begin);
   a.column_tiles = static_cast<int>(div_up(a.columns, kColumns));
-  a.ahead = std::getenv("SDM_AHEAD") != nullptr && n + 1 < s.chunks() && c.stored_chunk + 1 < s.stored_chunks
-                ? s.chunk * s.chunk
-                : 0;
   a.row_tiles = static_cast<int>(div_up(c.tokens, kRows));
   a.streams = static_cast<int>(range.streams);
   return for_sizes(f.dtype, s.chunk, [&](auto type, auto sizes) {
@@ -403,7 +382,6 @@ cudaError_t du_matmul(const Backward& b, int64_t n, Range range, Launch where) {
   a.tokens = c.tokens;
   a.columns = static_cast<int>(range.end - range.begin);
   a.column_tiles = static_cast<int>(div_up(a.columns, kColumns));
-  a.ahead = std::getenv("SDM_AHEAD") != nullptr && n > 0 ? -s.chunk * s.chunk : 0;
   a.streams = static_cast<int>(range.streams);
   return for_sizes(b.dtype, s.chunk, [&](auto type, auto sizes) {
     return launch(du_matmul_kernel<decltype(type), decltype(sizes)>,

@@ -1,8 +1,8 @@
-// Solve: X = (I + diag(beta) tril(A, -1))^-1, and QX = QK X (section 3 of the specification). By tiles of
-// 64 tokens: those on the diagonal by forward substitution in float32, all side by side; then the columns of tiles
-// below them, X_ij = -X_ii beta_i sum_k A_ik X_kj, and QX_ij = sum_k QK_ik X_kj, on the tensor cores in three TF32
-// products, which are as accurate as float32. Bound by the memory that the matrices take, and by arithmetic for long
-// chunks.
+// Solve: X = (I + diag(beta) tril(A, -1))^-1, and QX = QK X (section 3 of the specification), by tiles of 64 tokens.
+// First the tiles on the diagonal, by forward substitution in float32; then those below them, column by column,
+// X_ij = -X_ii beta_i sum_k A_ik X_kj; then QX_ij = sum_k QK_ik X_kj. The products are made on the tensor cores in three
+// TF32 products, which is as accurate as float32. Bound by the memory that the matrices take, and in long chunks by
+// arithmetic.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tensor.cuh"
 
@@ -147,39 +147,32 @@ struct Sums {
   __device__ static int warp_column() { return static_cast<int>(threadIdx.x) / 32 % 2 * 32; }
 };
 
-// sums += left * right, whose tiles may be lower triangular; what is stored above the diagonal of `left` does not
-// count.
+// sums += left * right, of which either may be lower triangular; what is stored above the diagonal of `left` is not
+// looked at.
 __device__ inline void multiply_tiles(Sums& sums, const Tiles& tiles, bool left_triangular, bool right_triangular) {
   const int row0 = Sums::warp_row(), column0 = Sums::warp_column();
   const int above = left_triangular ? 0 : kTile;
-  // The tensor cores cut off what they add up; a float32 addition for every 16 of the depth keeps that small.
 #pragma unroll 1
-  for (int k0 = right_triangular ? column0 : 0; k0 < (left_triangular ? row0 + 32 : kTile); k0 += 16) {
-    Sums part = {};
-#pragma unroll
-    for (int k = k0; k < k0 + 16; k += 8) {
-      LeftPiece<kProducts> left[2];
-#pragma unroll
-      for (int m = 0; m < 2; ++m) {
-        left[m].load([&](int r, int d) {
-          r += row0 + 16 * m;
-          return k + d <= r + above ? tiles.left[r * kLeftStride + k + d] : 0.0f;
-        });
-      }
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        RightPiece<kProducts> right;
-        right.load([&](int d, int c) { return tiles.right[(k + d) * kRightStride + column0 + 8 * n + c]; });
-#pragma unroll
-        for (int m = 0; m < 2; ++m) multiply(part.value[m][n], left[m], right);
-      }
-    }
+  for (int k = right_triangular ? column0 : 0; k < (left_triangular ? row0 + 32 : kTile); k += 8) {
+    LeftPiece<kProducts> left[2];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
+      left[m].load([&](int r, int d) {
+        r += row0 + 16 * m;
+        return k + d <= r + above ? tiles.left[r * kLeftStride + k + d] : 0.0f;
+      });
+    }
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
+    for (int n = 0; n < 4; ++n) {
+      RightPiece<kProducts> right;
+      right.load([&](int d, int c) { return tiles.right[(k + d) * kRightStride + column0 + 8 * n + c]; });
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums.value[m][n][i] += part.value[m][n][i];
+      for (int m = 0; m < 2; ++m) {
+        // The tensor cores cut off what they add up, so the sums are added in float32.
+        float part[4] = {};
+        multiply(part, left[m], right);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums.value[m][n][i] += part[i];
       }
     }
   }
@@ -198,7 +191,7 @@ __device__ inline void multiply_row(Sums& sums, Tiles& tiles, const float* left,
   }
 }
 
-// A block the tiles of X below one on the diagonal, from top to bottom.
+// A block makes the tiles of X below one on the diagonal, from top to bottom.
 __global__ void __launch_bounds__(kThreads, 4) below_kernel(const __grid_constant__ Params s) {
   __shared__ __align__(16) Tiles tiles;
   __shared__ float strength[kTile];
@@ -231,7 +224,7 @@ __global__ void __launch_bounds__(kThreads, 4) below_kernel(const __grid_constan
   }
 }
 
-// A block a tile of QX.
+// A block makes a tile of QX.
 __global__ void __launch_bounds__(kThreads, 4) read_products_kernel(const __grid_constant__ Params s) {
   __shared__ __align__(16) Tiles tiles;
   const int pairs = s.tiles * (s.tiles + 1) / 2;
