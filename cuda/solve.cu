@@ -1,8 +1,8 @@
 // Solve: X = (I + diag(beta) tril(A, -1))^-1, and QX = QK X (section 3 of the specification), by tiles of 64 tokens.
 // First the tiles on the diagonal, by forward substitution in float32; then those below them, column by column,
-// X_ij = -X_ii beta_i sum_k A_ik X_kj; then QX_ij = sum_k QK_ik X_kj. The products are made on the tensor cores in three
-// TF32 products, which is as accurate as float32. Bound by the memory that the matrices take, and in long chunks by
-// arithmetic.
+// X_ij = -X_ii beta_i sum_k A_ik X_kj; then QX_ij = sum_k QK_ik X_kj. The products are made on the tensor cores in
+// three TF32 products, which is as accurate as float32. Bound by the memory that the matrices take, and in long chunks
+// by arithmetic.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/tensor.cuh"
 
