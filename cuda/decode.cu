@@ -300,7 +300,7 @@ template <class T, int V, int L>
 cudaError_t start(Params a, int64_t streams, Launch where) {
   using S = Slice<V, L>;
   a.slices = static_cast<int>(div_up(a.width, S::kColumns));
-  if constexpr (V > 1 && S::kColumns > kSlice) {
+  if constexpr (V > 1 && S::kColumns > 64) {
     if (streams * a.slices < kEnoughBlocks || S::kColumns / 2 >= a.width) return start<T, V, L / 2>(a, streams, where);
   }
   return launch(decode_kernel<T, V, L>, dim3(streams * a.slices), kThreads, 0, where, a);
