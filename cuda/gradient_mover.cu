@@ -14,6 +14,7 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/lists.cuh"
 #include "cuda/common/snapshot.cuh"
+#include "cuda/common/tensor.cuh"
 #include "cuda/geometry.h"
 
 namespace sdm::gpu {
@@ -21,7 +22,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kHeld = 2;  // rows of each kind that a team of lanes holds at once
+constexpr int kHeld = 2;  // rows of each kind that a team of lanes works on at once
 constexpr int kItems = WarpRecords::kItems;
 
 // One kind of slot and what its entries need.
@@ -63,15 +64,82 @@ struct Place {
   static constexpr int kTeams = 32 / Lanes::lanes;
   int part, lane, team, index;
   int64_t p, bank_base;
-  SlotRecord* shared;  // [kItems]
+  SlotRecord* shared;     // [WarpRecords::kRoom]
+  unsigned char* stages;  // of its RowRounds
 
   // The token whose entries the warp takes; without records items are slots, and there is no token.
   __device__ int token(const Side& side) const { return index / side.token_warps; }
   __device__ WarpRecords records(const Side& side, const SlotRecords& all, bool linked) const {
     const int skipped = index % side.token_warps * kItems;
-    return WarpRecords(all, shared, token(side) * side.per_token + skipped, side.per_token - skipped, linked);
+    return WarpRecords(all, shared, token(side) * side.per_token + skipped, side.per_token - skipped, linked,
+                       kHeld * kTeams, kTeams);
   }
 };
+
+// The rows of a warp's slots on their way through shared memory, kDepth rounds ahead: a row of each kind for each team
+// a round, first those of simple slots, in whole pairs of rounds, then the others. A lane copies its 16 bytes of a
+// row, and reads only what it copied. Of rows of whole vectors; single values are loaded when they are needed.
+template <class T, class G, int V, int Teams>
+struct RowRounds {
+  static constexpr int kPiece = 32 * 16;  // bytes of the lanes side by side
+  static constexpr int kRowPieces = Packed<T, V>::kWords / 4, kGradPieces = Packed<G, V>::kWords / 4;
+  static constexpr int kDepth = kGradPieces > 1 ? 4 : 8;
+  static constexpr int kBytes = V > 1 ? kDepth * (kRowPieces + kGradPieces) * kPiece : 0;
+  static_assert(kDepth % kHeld == 0);
+
+  unsigned char* mine;
+  const SlotRecord* records;
+  int simple, all;  // rounds
+
+  __device__ RowRounds(unsigned char* stages, const WarpRecords& records)
+      : mine(stages + threadIdx.x % 32 * 16),
+        records(records.shared),
+        simple(records.others_begin / Teams),
+        all(simple + (records.others + Teams - 1) / Teams) {}
+
+  __device__ SlotRecord record(int round, int team) const { return records[round * Teams + team]; }
+  __device__ unsigned char* stage(int round) const {
+    return mine + round % kDepth * (kRowPieces + kGradPieces) * kPiece;
+  }
+  __device__ void copy_row(int round, const T* from) const { copy<kRowPieces>(stage(round), from); }
+  __device__ void copy_grad(int round, const G* from) const {
+    copy<kGradPieces>(stage(round) + kRowPieces * kPiece, from);
+  }
+  __device__ Packed<T, V> row(int round) const { return read<T>(stage(round)); }
+  __device__ Packed<G, V> grad(int round) const { return read<G>(stage(round) + kRowPieces * kPiece); }
+  // Ends the copies of a round; every round has its commit.
+  __device__ static void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // Waits for the `Count` oldest of kDepth rounds.
+  template <int Count>
+  __device__ static void wait() {
+    if constexpr (V > 1) asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - Count) : "memory");
+  }
+
+ private:
+  template <int Pieces>
+  __device__ static void copy(unsigned char* to, const void* from) {
+#pragma unroll
+    for (int i = 0; i < Pieces; ++i) {
+      copy_async(reinterpret_cast<float*>(to + i * kPiece), static_cast<const float*>(from) + 4 * i, true);
+    }
+  }
+  template <class X>
+  __device__ static Packed<X, V> read(const unsigned char* from) {
+    Packed<X, V> x;
+#pragma unroll
+    for (int i = 0; i < Packed<X, V>::kWords / 4; ++i) {
+      const uint4 q = *reinterpret_cast<const uint4*>(from + i * kPiece);
+      x.word[4 * i] = q.x;
+      x.word[4 * i + 1] = q.y;
+      x.word[4 * i + 2] = q.z;
+      x.word[4 * i + 3] = q.w;
+    }
+    return x;
+  }
+};
+
+// Brings the 32 bytes at an address into the second-level cache, without waiting.
+__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // to[index], or adds to it what the slices before have given.
 __device__ inline void put(float* to, float x, int slice) { *to = slice > 0 ? *to + x : x; }
@@ -94,6 +162,8 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
   const int bank_row = static_cast<int>(a.width * sizeof(T)), grad_row = static_cast<int>(a.width * sizeof(G));
   const int acc_row = static_cast<int>(a.width * sizeof(float));
   const WarpRecords records = at.records(side, all, true);
+  using Rounds = RowRounds<T, G, V, kTeams>;
+  const Rounds rounds(at.stages, records);
   const int token = at.token(side);
   const bool own = all.stored != nullptr && token < a.tokens;
 
@@ -124,29 +194,51 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
       const int c = Lanes::column(at.lane, s);
       if (c < columns) load<float, V>(row_at(delta_rows + c, t, acc_row), x);
     };
-    Packed<T, V> rows[kHeld][Lanes::steps];
-    Packed<G, V> grads[kHeld][Lanes::steps];
-    const auto load_rows = [&](const SlotRecord& record, int k) {
-      const int slot = record.slot(), i = record.index();
-#pragma unroll
-      for (int s = 0; s < Lanes::steps; ++s) {
-        const int c = Lanes::column(at.lane, s);
-        rows[k][s] = {};
-        grads[k][s] = {};
-        if (slot < 0 || c >= columns) continue;
-        grads[k][s] = load_row<G, V>(row_at(d_bank + c, slot, grad_row));
-        const float row_scale = Q == Quant::fp8 || Q == Quant::int4 ? scale[i] : 0.0f;
-        rows[k][s] = restore<T, V, Q>(row_at(snapshot, i, a.row_bytes), row_scale, column0 + c);
+    const auto restored = [&](const SlotRecord& record, int c) {
+      const float row_scale = Q == Quant::fp8 || Q == Quant::int4 ? scale[record.index()] : 0.0f;
+      return restore<T, V, Q>(row_at(snapshot, record.index(), a.row_bytes), row_scale, column0 + c);
+    };
+    // Snapshot rows of other modes become bank rows when they are taken.
+    constexpr bool kCopies = Q == Quant::none;
+    const auto issue = [&](int round) {
+      if constexpr (V > 1) {
+        const SlotRecord record = round < rounds.all ? rounds.record(round, at.team) : SlotRecord::none();
+        const int c = Lanes::column(at.lane, 0);
+        if (record.slot() >= 0 && c < columns) {
+          rounds.copy_grad(round, row_at(d_bank + c, record.slot(), grad_row));
+          const uint8_t* stored = row_at(snapshot, record.index(), a.row_bytes);
+          if constexpr (kCopies) {
+            rounds.copy_row(round, reinterpret_cast<const T*>(stored) + column0 + c);
+          } else {
+            prefetch(stored + (Q == Quant::bf16 ? 2 * (column0 + c) : Q == Quant::fp8 ? column0 + c : (column0 + c) / 2));
+          }
+        }
+        rounds.commit();
       }
     };
-    const auto restore_row = [&](const SlotRecord& record, int k, float (&row)[Lanes::steps][V],
-                                 float (&grad)[Lanes::steps][V]) {
+    // The bank row, which goes back to the bank, and the gradient row.
+    const auto take = [&](const SlotRecord& record, int round, float (&row)[Lanes::steps][V],
+                          float (&grad)[Lanes::steps][V]) {
 #pragma unroll
       for (int s = 0; s < Lanes::steps; ++s) {
         const int c = Lanes::column(at.lane, s);
-        if (record.slot() >= 0 && c < columns) store_packed_row<T, V>(row_at(bank + c, record.slot(), bank_row), rows[k][s]);
-        unpack<T, V>(rows[k][s], row[s]);
-        unpack<G, V>(grads[k][s], grad[s]);
+        Packed<T, V> packed_row = {};
+        Packed<G, V> packed_grad = {};
+        if (record.slot() >= 0 && c < columns) {
+          if constexpr (V > 1) {
+            packed_grad = rounds.grad(round);
+          } else {
+            packed_grad = load_row<G, V>(row_at(d_bank + c, record.slot(), grad_row));
+          }
+          if constexpr (V > 1 && kCopies) {
+            packed_row = rounds.row(round);
+          } else {
+            packed_row = restored(record, c);
+          }
+          store_packed_row<T, V>(row_at(bank + c, record.slot(), bank_row), packed_row);
+        }
+        unpack<T, V>(packed_row, row[s]);
+        unpack<G, V>(packed_grad, grad[s]);
       }
     };
     const auto store_grad = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
@@ -156,8 +248,7 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
         if (record.slot() >= 0 && c < columns) store_row<G, V>(row_at(d_bank + c, record.slot(), grad_row), moved[s]);
       }
     };
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) load_rows(records.simple_at(k * kTeams + at.team), k);
+    for (int round = 0; round < Rounds::kDepth; ++round) issue(round);
     float dret[Lanes::steps][V] = {}, delta[Lanes::steps][V] = {};
 #pragma unroll
     for (int s = 0; s < Lanes::steps; ++s) {
@@ -168,15 +259,15 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
     for (int s = 0; s < Lanes::steps; ++s) {
       if (own) dret_of(token, s, dret[s]);
     }
-    for (int base = 0; base < records.simple; base += kTeams * kHeld) {
+    for (int round = 0; round < rounds.simple; round += kHeld) {
       float dots[kHeld] = {}, effs[kHeld] = {}, carries[kHeld] = {};
+      rounds.template wait<kHeld>();
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
-        const int i = base + k * kTeams + at.team;
-        const SlotRecord record = records.simple_at(i);
+        const SlotRecord record = rounds.record(round + k, at.team);
         float row[Lanes::steps][V], grad[Lanes::steps][V];
-        restore_row(record, k, row, grad);
-        load_rows(records.simple_at(i + kTeams * kHeld), k);
+        take(record, round + k, row, grad);
+        issue(round + k + Rounds::kDepth);
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
 #pragma unroll
@@ -190,7 +281,7 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
         store_grad(record, grad);
       }
       const float dot = team_sums<kLanes>(dots), eff = team_sums<kLanes>(effs), carry = team_sums<kLanes>(carries);
-      const SlotRecord record = records.simple_at(base + at.lane / (kLanes / kHeld) * kTeams + at.team);
+      const SlotRecord record = rounds.record(round + at.lane / (kLanes / kHeld), at.team);
       if (at.lane % (kLanes / kHeld) == 0 && record.slot() >= 0) {
         put(ddecay + record.index(), record.decay() * dot, sl);
         put(dk_eff + records.position(record), eff, sl);
@@ -198,11 +289,13 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
       }
     }
     // Slots of several entries, and those that the chunk reads.
-    for (int i = at.team; i < records.others; i += kTeams) {
-      const SlotRecord record = records.other_at(i);
-      load_rows(record, 0);
+    for (int round = rounds.simple; round < rounds.all; ++round) {
+      const SlotRecord record = rounds.record(round, at.team);
       float row[Lanes::steps][V], grad[Lanes::steps][V], moved[Lanes::steps][V];
-      restore_row(record, 0, row, grad);
+      rounds.template wait<1>();
+      take(record, round, row, grad);
+      issue(round + Rounds::kDepth);
+      if (record.slot() < 0) continue;
       float dot = 0;
 #pragma unroll
       for (int s = 0; s < Lanes::steps; ++s) {
@@ -214,8 +307,8 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
       }
       dot = team_sum<kLanes>(dot, team) * record.decay();
       if (at.lane == 0) put(ddecay + record.index(), dot, sl);
-      const auto take = [&](int position, float weight, const float (&x)[Lanes::steps][V],
-                            const float (&d)[Lanes::steps][V]) {
+      const auto add_entry = [&](int position, float weight, const float (&x)[Lanes::steps][V],
+                                 const float (&d)[Lanes::steps][V]) {
         float eff = 0, carry = 0;
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
@@ -241,10 +334,10 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
           dret_of(t, s, x[s]);
           delta_of(t, s, d[s]);
         }
-        take(position, weight, x, d);
+        add_entry(position, weight, x, d);
       };
       const int position = records.position(record);
-      if (own) take(position, all.weights[position], dret, delta);  // the first entry is the token's
+      if (own) add_entry(position, all.weights[position], dret, delta);  // the first entry is the token's
       all.for_further_writes(record, look_up);
       if (record.linked()) {
         reads.for_reads(record, record.link(), [&](int position, float weight) {
@@ -282,6 +375,8 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
   float* dq_eff = a.dq_eff + at.part * side.part_entries + p * side.entry_stride;
   const int bank_row = static_cast<int>(a.width * sizeof(T)), grad_row = static_cast<int>(a.width * sizeof(G));
   const WarpRecords records = at.records(side, all, false);
+  using Rounds = RowRounds<T, G, V, kTeams>;
+  const Rounds rounds(at.stages, records);
   const int token = at.token(side);
   const bool own = all.stored != nullptr && token < a.tokens;
   for (int sl = 0; sl < a.part_slices; ++sl) {
@@ -295,24 +390,35 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
       const int c = Lanes::column(at.lane, s);
       if (c < columns) load<T, V>(row_at(dy_rows + c, t, bank_row), x);
     };
-    Packed<T, V> rows[kHeld][Lanes::steps];
-    Packed<G, V> grads[kHeld][Lanes::steps];
-    const auto load_rows = [&](const SlotRecord& record, int k) {
+    const auto issue = [&](int round) {
+      if constexpr (V > 1) {
+        const SlotRecord record = round < rounds.all ? rounds.record(round, at.team) : SlotRecord::none();
+        const int c = Lanes::column(at.lane, 0);
+        if (record.slot() >= 0 && c < columns) {
+          rounds.copy_grad(round, row_at(d_bank + c, record.slot(), grad_row));
+          rounds.copy_row(round, row_at(bank + c, record.slot(), bank_row));
+        }
+        rounds.commit();
+      }
+    };
+    const auto take = [&](const SlotRecord& record, int round, float (&row)[Lanes::steps][V],
+                          float (&grad)[Lanes::steps][V]) {
 #pragma unroll
       for (int s = 0; s < Lanes::steps; ++s) {
         const int c = Lanes::column(at.lane, s);
-        rows[k][s] = {};
-        grads[k][s] = {};
-        if (record.slot() < 0 || c >= columns) continue;
-        grads[k][s] = load_row<G, V>(row_at(d_bank + c, record.slot(), grad_row));
-        rows[k][s] = load_row<T, V>(row_at(bank + c, record.slot(), bank_row));
-      }
-    };
-    const auto unpack_row = [&](int k, float (&row)[Lanes::steps][V], float (&grad)[Lanes::steps][V]) {
-#pragma unroll
-      for (int s = 0; s < Lanes::steps; ++s) {
-        unpack<T, V>(rows[k][s], row[s]);
-        unpack<G, V>(grads[k][s], grad[s]);
+        Packed<T, V> packed_row = {};
+        Packed<G, V> packed_grad = {};
+        if (record.slot() >= 0 && c < columns) {
+          if constexpr (V > 1) {
+            packed_grad = rounds.grad(round);
+            packed_row = rounds.row(round);
+          } else {
+            packed_grad = load_row<G, V>(row_at(d_bank + c, record.slot(), grad_row));
+            packed_row = load_row<T, V>(row_at(bank + c, record.slot(), bank_row));
+          }
+        }
+        unpack<T, V>(packed_row, row[s]);
+        unpack<G, V>(packed_grad, grad[s]);
       }
     };
     const auto store_grad = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
@@ -322,22 +428,21 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
         if (record.slot() >= 0 && c < columns) store_row<G, V>(row_at(d_bank + c, record.slot(), grad_row), moved[s]);
       }
     };
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) load_rows(records.simple_at(k * kTeams + at.team), k);
+    for (int round = 0; round < Rounds::kDepth; ++round) issue(round);
     float dy[Lanes::steps][V] = {};
 #pragma unroll
     for (int s = 0; s < Lanes::steps; ++s) {
       if (own) dy_of(token, s, dy[s]);
     }
-    for (int base = 0; base < records.simple; base += kTeams * kHeld) {
+    for (int round = 0; round < rounds.simple; round += kHeld) {
       float dots[kHeld] = {};
+      rounds.template wait<kHeld>();
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
-        const int i = base + k * kTeams + at.team;
-        const SlotRecord record = records.simple_at(i);
+        const SlotRecord record = rounds.record(round + k, at.team);
         float row[Lanes::steps][V], grad[Lanes::steps][V];
-        unpack_row(k, row, grad);
-        load_rows(records.simple_at(i + kTeams * kHeld), k);
+        take(record, round + k, row, grad);
+        issue(round + k + Rounds::kDepth);
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
 #pragma unroll
@@ -349,15 +454,17 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
         store_grad(record, grad);
       }
       const float dot = team_sums<kLanes>(dots);
-      const SlotRecord record = records.simple_at(base + at.lane / (kLanes / kHeld) * kTeams + at.team);
+      const SlotRecord record = rounds.record(round + at.lane / (kLanes / kHeld), at.team);
       if (at.lane % (kLanes / kHeld) == 0 && record.slot() >= 0) put(dq_eff + records.position(record), dot, sl);
     }
-    for (int i = at.team; i < records.others; i += kTeams) {  // slots of several entries
-      const SlotRecord record = records.other_at(i);
-      load_rows(record, 0);
+    for (int round = rounds.simple; round < rounds.all; ++round) {
+      const SlotRecord record = rounds.record(round, at.team);
       float row[Lanes::steps][V], grad[Lanes::steps][V];
-      unpack_row(0, row, grad);
-      const auto take = [&](int position, float weight, const float (&y)[Lanes::steps][V]) {
+      rounds.template wait<1>();
+      take(record, round, row, grad);
+      issue(round + Rounds::kDepth);
+      if (record.slot() < 0) continue;
+      const auto add_entry = [&](int position, float weight, const float (&y)[Lanes::steps][V]) {
         float sum = 0;
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
@@ -374,10 +481,10 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
         float y[Lanes::steps][V] = {};
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) dy_of(side.by_entries(position), s, y[s]);
-        take(position, weight, y);
+        add_entry(position, weight, y);
       };
       const int position = records.position(record);
-      if (own) take(position, record.weight(), dy);  // the first entry is the token's
+      if (own) add_entry(position, record.weight(), dy);  // the first entry is the token's
       all.for_reads(record, record.next(), look_up);
       store_grad(record, grad);
     }
@@ -387,7 +494,8 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
 
 template <class T, class G, int V, int Columns, Quant Q>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 1 : 3) gradient_mover_kernel(const __grid_constant__ Params a) {
-  __shared__ SlotRecord records[kWarps][kItems];
+  __shared__ SlotRecord records[kWarps][WarpRecords::kRoom];
+  extern __shared__ __align__(16) unsigned char stages[];
   using Lanes = SliceLanes<V, Columns>;
   Place<V, Columns> at;
   // Slots that are only read come first: they have nothing to wait for.
@@ -402,6 +510,7 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 1 : 3) gradient_mover_kerne
   at.team = threadIdx.x % 32 / Lanes::lanes;
   at.bank_base = at.p / a.streams_per_bank * a.bank_stride;
   at.shared = records[warp];
+  at.stages = stages + warp * RowRounds<T, G, V, Place<V, Columns>::kTeams>::kBytes;
   if (reads) {
     move_read<T, G, V, Columns>(a, at);
   } else {
@@ -496,7 +605,9 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
     if constexpr (V > 1) {
       if (has_wide_slices(s)) kernel = kernel_for<T, G, V, kWideSlice>(b.quant);
     }
-    return launch(kernel, dim3(a.parts * (a.write.groups + a.read.groups) * range.streams), kThreads, 0, where, a);
+    const size_t shared_bytes = kWarps * RowRounds<T, G, V, 1>::kBytes;
+    return launch(kernel, dim3(a.parts * (a.write.groups + a.read.groups) * range.streams), kThreads, shared_bytes,
+                  where, a);
   };
   return for_rows(b.dtype, s.width, [&](auto type, auto v) {
     if (b.dtype == b.grad_dtype) return run(type, type, v);

@@ -37,7 +37,7 @@ template <class T, int V, int Columns, Save S>
 __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constant__ Params a) {
   using Lanes = SliceLanes<V, Columns>;
   constexpr int kTeams = 32 / Lanes::lanes;
-  __shared__ SlotRecord shared[kWarps][kItems];
+  __shared__ SlotRecord shared[kWarps][WarpRecords::kRoom];
   const int slice = blockIdx.x % a.slices, group = blockIdx.x / a.slices % a.groups;
   const int64_t p = a.first_stream + blockIdx.x / a.slices / a.groups;
   const int warp = threadIdx.x / 32, team = threadIdx.x % 32 / Lanes::lanes, lane = threadIdx.x % Lanes::lanes;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constan
                         a.num_slots};
   const SlotRecords all{a.records == nullptr ? nullptr : a.records + p * a.order_stride, lists,
                         a.carry + p * a.carry_stride, a.decay + p * a.slots_stride};
-  const WarpRecords records(all, shared[warp], token * a.per_token + skipped, a.per_token - skipped, true);
+  const WarpRecords records(all, shared[warp], token * a.per_token + skipped, a.per_token - skipped, true, 1, 1);
   Packed<T, V> packed[kHeld][Lanes::steps];
   const auto load_rows = [&](const SlotRecord& record, int k) {
 #pragma unroll
@@ -204,8 +204,8 @@ cudaError_t mover(const Forward& f, int64_t n, Range range, Launch where) {
       constexpr int kColumns = decltype(columns)::value;
       auto kernel = mover_kernel<T, V, kColumns, Save::none>;
       if (saves) {
-        kernel = quant == Quant::none ? mover_kernel<T, V, kColumns, Save::row>
-                                      : mover_kernel<T, V, kColumns, Save::bf16>;
+        kernel =
+            quant == Quant::none ? mover_kernel<T, V, kColumns, Save::row> : mover_kernel<T, V, kColumns, Save::bf16>;
       }
       return launch(kernel, dim3(a.slices * a.groups * range.streams), kThreads, 0, where, a);
     };

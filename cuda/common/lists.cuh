@@ -126,13 +126,18 @@ struct SlotRecords {
 // whose work is short, then the others.
 struct WarpRecords {
   static constexpr int kItems = 32;
+  static constexpr int kMostGroup = 8;
+  static constexpr int kRoom = kItems + kMostGroup;
 
-  SlotRecord* shared;  // [kItems], the warp's own
+  SlotRecord* shared;  // [kRoom], the warp's own: the simple ones, empty ones up to `others_begin`, the others
   int first;           // entry
   int simple, others;  // how many
+  int others_begin;
 
-  // The warp takes entries first .. first + count. `linked`: of slots in both lists too.
-  __device__ WarpRecords(const SlotRecords& all, SlotRecord* shared, int first, int count, bool linked)
+  // The warp takes entries first .. first + count. `linked`: of slots in both lists too. The simple ones are filled up
+  // to whole groups, the others to whole `rows`, a divisor of `group`.
+  __device__ WarpRecords(const SlotRecords& all, SlotRecord* shared, int first, int count, bool linked, int group,
+                         int rows)
       : shared(shared), first(first) {
     const int item = threadIdx.x & 31;
     SlotRecord mine = item < count ? all.at(first + item) : SlotRecord::none();
@@ -141,13 +146,17 @@ struct WarpRecords {
     const unsigned other_lanes = __ballot_sync(0xffffffffu, on && !is_simple), before = (1u << item) - 1;
     simple = __popc(simple_lanes);
     others = __popc(other_lanes);
+    others_begin = (simple + group - 1) / group * group;
+    const int end = others_begin + others;
     mine.bits.y |= item << SlotRecord::kItemShift;
     if (is_simple) shared[__popc(simple_lanes & before)] = mine;
-    if (on && !is_simple) shared[simple + __popc(other_lanes & before)] = mine;
+    if (on && !is_simple) shared[others_begin + __popc(other_lanes & before)] = mine;
+    if (simple + item < others_begin) shared[simple + item] = SlotRecord::none();
+    if (end + item < (end + rows - 1) / rows * rows) shared[end + item] = SlotRecord::none();
     __syncwarp();
   }
   __device__ SlotRecord simple_at(int i) const { return i < simple ? shared[i] : SlotRecord::none(); }
-  __device__ SlotRecord other_at(int i) const { return i < others ? shared[simple + i] : SlotRecord::none(); }
+  __device__ SlotRecord other_at(int i) const { return i < others ? shared[others_begin + i] : SlotRecord::none(); }
   __device__ int position(const SlotRecord& record) const { return first + record.item(); }
 };
 
