@@ -4,12 +4,17 @@
 //     y = sum over reads of q * (old row, decayed where it is written) + (sum of q * weight) * delta.
 // Few streams are bound by latency, many by the W + R rows read and the W rows written, and by instructions:
 // then slices are wider, for every slice of a stream matches its ids anew.
+#include <cstdio>
+#include <cstdlib>
 #include "cuda/common/launch.cuh"
 #include "cuda/common/lists.cuh"
 
 namespace sdm::gpu {
 namespace {
 
+#ifndef BLOCKS16
+#define BLOCKS16 3
+#endif
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMost = 256;  // entries of a token
@@ -24,6 +29,7 @@ struct Params {
   void* y;
   int64_t width, bank_stride;
   int slices, writes, reads, gates, streams_per_bank, num_slots;
+  int overlap, order, ahead, streaming, lanes, cluster;
 };
 
 // A row's slice: `kLanes` threads, each with kSteps pieces of V columns.
@@ -34,7 +40,7 @@ struct Slice {
   static constexpr int kColumns = kLanes * kSteps * V;
   static constexpr int kTeams = kThreads / kLanes;
   static constexpr int kHeld = kBatch / kTeams;                                 // rows of each kind in a thread
-  static constexpr int kBlocks = kHeld * kSteps <= 2 ? 4 : kHeld <= 4 ? 3 : 2;  // on a multiprocessor
+  static constexpr int kBlocks = kHeld * kSteps <= 2 ? 4 : kHeld <= 4 ? BLOCKS16 : 2;  // on a multiprocessor
   __device__ static int column(int lane, int step) { return (step * kLanes + lane) * V; }
 };
 
@@ -44,31 +50,76 @@ struct __align__(16) WrittenRow {
   float decay, weight;   // the new row: decay * row + weight * delta
 };
 
+#ifndef BLOCKS16
+#define BLOCKS16 3
+#endif
+#ifndef STAGE
+#define STAGE 9
+#endif
+#ifdef STAMPS
+__device__ long long stamps[1024 * 8];
+#define STAMP(i)                                                                    \
+  do {                                                                              \
+    long long now;                                                                  \
+    asm volatile("mov.u64 %0, %clock64;" : "=l"(now)::"memory");                    \
+    if (threadIdx.x == 0) stamps[(blockIdx.x + gridDim.x * blockIdx.y) * 8 + i] = now; \
+  } while (0)
+#else
+#define STAMP(i)
+#endif
+
 template <class T, int V, int L>
 __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kernel(const __grid_constant__ Params a) {
   static_assert(kThreads == kMost, "a thread an entry");
+  static_assert(kThreads == 4 * kBatch, "four threads a write");
   using S = Slice<V, L>;
   constexpr int kHeld = S::kHeld, kTeams = S::kTeams, kSteps = S::kSteps;
   __shared__ __align__(16) int32_t write_id[kMost], read_id[kMost];
-  __shared__ float kappa[kMost], q[kMost];  // of single entries
-  __shared__ int32_t moved_id[kMost];       // the slot at its first entry, else -1
-  __shared__ WrittenRow factors[kMost];     // at the first entry of a slot, else zeros
-  __shared__ float read_factor[kMost];      // weights of reads of slots that are not written, else 0
-  __shared__ float shared_weight[kWarps];   // sums over slots of the weights of writes times those of reads
+  __shared__ __align__(16) float kappa[kMost], q[kMost];
+  __shared__ float decay[kMost];
+  __shared__ int32_t moved_id[kMost];    // the slot at its first entry, else -1
+  __shared__ WrittenRow factors[kMost];  // at the first entry of a slot, else zeros
+  __shared__ float read_factor[kMost];   // weights of reads of slots that are not written, else 0
+  __shared__ float shared_weight[kWarps];  // sums over slots of the weights of writes times those of reads
   __shared__ __align__(16) float sums[2][kWarps][S::kColumns], delta[S::kColumns];  // retrieved, read
-  const int slice = blockIdx.x % a.slices;
-  const int64_t p = blockIdx.x / a.slices;
+  STAMP(0);
+  const int64_t p = a.order ? blockIdx.y : blockIdx.x;
+  const int64_t slice = a.order ? blockIdx.x : blockIdx.y;
   const int lane = threadIdx.x % L, team = threadIdx.x / L;
   const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32;
-  const int64_t column0 = static_cast<int64_t>(slice) * S::kColumns;
+  const int64_t column0 = slice * S::kColumns;
   const int columns = static_cast<int>(min(static_cast<int64_t>(S::kColumns), a.width - column0));
-  T* bank = static_cast<T*>(a.bank) + p / a.streams_per_bank * a.bank_stride + column0;
   const auto id_or_none = [&](int id) {
     return static_cast<unsigned>(id) < static_cast<unsigned>(a.num_slots) ? id : -1;
   };
+  if (a.overlap) let_next_start();
+  if (STAGE == 0) {
+    wait_for_previous();
+    return;
+  }
 
-  wait_for_previous();
   using Rows = Packed<T, V>[kHeld][kSteps];
+  int write_ids[kHeld], read_ids[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int e = team + k * kTeams;
+    write_ids[k] = e < a.writes ? a.k_idx[p * a.writes + e] : -1;
+    read_ids[k] = e < a.reads ? a.q_idx[p * a.reads + e] : -1;
+  }
+  const int entry = threadIdx.x;
+  const bool writes = entry < a.writes, reads = entry < a.reads;
+  const int w_id = writes ? a.k_idx[p * a.writes + entry] : -1, r_id = reads ? a.q_idx[p * a.reads + entry] : -1;
+  const T none{};
+  const T w_weight = writes ? static_cast<const T*>(a.k_val)[p * a.writes + entry] : none;
+  const T r_weight = reads ? static_cast<const T*>(a.q_val)[p * a.reads + entry] : none;
+  const float gate = writes ? a.g[p * a.gates + (a.gates == 1 ? 0 : entry)] : 0.0f;
+  float v = 0, beta = 0;
+  if (entry < columns) {
+    v = to_float(static_cast<const T*>(a.v)[p * a.width + column0 + entry]);
+    beta = a.beta[p];
+  }
+  const int64_t in_bank = a.streams_per_bank == 1 ? p : p / a.streams_per_bank;
+  T* bank = static_cast<T*>(a.bank) + in_bank * a.bank_stride + column0;
   // Rows team + k * kTeams of a batch, from entry `base` on.
   const auto fetch = [&](Rows& rows, int base, auto id_of) {
 #pragma unroll
@@ -83,105 +134,114 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
     }
   };
   const auto moved = [&](int, int e) { return moved_id[e]; };
+  STAMP(1);
   // The rows set out as soon as each thread knows its own; those of repeated entries in vain.
-  int write_ids[kHeld], read_ids[kHeld];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
-    const int e = team + k * kTeams;
-    write_ids[k] = e < a.writes ? id_or_none(a.k_idx[p * a.writes + e]) : -1;
-    read_ids[k] = e < a.reads ? id_or_none(a.q_idx[p * a.reads + e]) : -1;
+    write_ids[k] = id_or_none(write_ids[k]);
+    read_ids[k] = id_or_none(read_ids[k]);
   }
-  float v = 0, beta = 0;
   Rows written, old;
-  {
-    const int e = threadIdx.x;
-    const bool writes = e < a.writes, reads = e < a.reads;
-    const int w_id = writes ? a.k_idx[p * a.writes + e] : -1, r_id = reads ? a.q_idx[p * a.reads + e] : -1;
-    const T none{};
-    const T w_weight = writes ? static_cast<const T*>(a.k_val)[p * a.writes + e] : none;
-    const T r_weight = reads ? static_cast<const T*>(a.q_val)[p * a.reads + e] : none;
-    const float gate = writes ? a.g[p * a.gates + (a.gates == 1 ? 0 : e)] : 0.0f;
-    if (e < columns) {
-      v = to_float(static_cast<const T*>(a.v)[p * a.width + column0 + e]);
-      beta = a.beta[p];
-    }
+  const auto fetch_first = [&] {
     fetch(written, 0, [&](int k, int) { return write_ids[k]; });
     fetch(old, 0, [&](int k, int) { return read_ids[k]; });
-    // For now as if no two entries named one slot.
-    const int w = id_or_none(w_id), r = id_or_none(r_id);
-    const float w_value = to_float(w_weight), r_value = to_float(r_weight), factor = expf(gate);
-    write_id[e] = moved_id[e] = w;
-    read_id[e] = r;
-    kappa[e] = w_value;
-    q[e] = r_value;
-    factors[e] = w >= 0 ? WrittenRow{w_value * factor, 0.0f, factor, w_value} : WrittenRow{};
-    read_factor[e] = r >= 0 ? r_value : 0.0f;
-  }
-  __syncthreads();
-  // A warp takes some writes and looks for others of their slots, and for reads, which see them all.
-  const int share = (a.writes + 8 * kWarps - 1) / (8 * kWarps) * 8;  // at most 32
-  const int first = warp * share;
-  unsigned equals = 0;  // of which of them
-  for (int k = 0; k < share; k += 8) {
-    const int4* mine = reinterpret_cast<const int4*>(write_id + first + k);
-    const int4 low = mine[0], high = mine[1];
-    int id[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  };
+  if (!a.overlap) {
+    if (STAGE > 1) fetch_first();
+  } else if (a.ahead) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) id[j] = id[j] < 0 ? -2 : id[j];  // no slot equals none
-    const auto compare = [&](int other) {
-      unsigned bits = 0;
+    for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) bits |= other == id[j] ? 1u << j : 0u;
-      return bits;
-    };
-    unsigned found = 0;
-    for (int base = 0; base < a.writes; base += 64) {
-#pragma unroll
-      for (int i = base + in_warp; i < base + 64; i += 32) {
-        const int self = i - (first + k);
-        found |= compare(write_id[i]) & ~(static_cast<unsigned>(self) < 8 ? 1u << self : 0u);
+      for (int s = 0; s < kSteps; ++s) {
+        const int c = S::column(lane, s);
+        if (write_ids[k] >= 0 && c < columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(bank + write_ids[k] * a.width + c));
+        if (read_ids[k] >= 0 && c < columns) asm volatile("prefetch.global.L2 [%0];" ::"l"(bank + read_ids[k] * a.width + c));
       }
     }
-    for (int base = 0; base < a.reads; base += 64) {
-      found |= compare(read_id[base + in_warp]) | compare(read_id[base + 32 + in_warp]);
-    }
-    equals |= found << k;
   }
-  equals = __reduce_or_sync(0xffffffffu, equals);
-  // The first write of a slot takes the weights of the others, and of all reads.
+  STAMP(2);
+  // For now as if no two entries named one slot.
+  write_id[entry] = moved_id[entry] = id_or_none(w_id);
+  read_id[entry] = id_or_none(r_id);
+  kappa[entry] = to_float(w_weight);
+  q[entry] = read_factor[entry] = id_or_none(r_id) >= 0 ? to_float(r_weight) : 0.0f;
+  decay[entry] = expf(gate);
+  __syncthreads();
+  STAMP(3);
+  if (STAGE == 1) {
+    wait_for_previous();
+    if (decay[threadIdx.x] < 0) from_float(static_cast<T*>(a.y), kappa[entry ^ 1] + q[entry ^ 1] + v + beta + write_ids[0] + read_ids[0]);
+    return;
+  }
+  // Four threads look for all entries of a write's slot, each at a quarter of the others. Its first write takes the
+  // weights of the others, and of all reads, which see them all.
+  const int part = in_warp % 4;
   float through = 0;
-  for (; equals != 0; equals &= equals - 1) {
-    const int e = first + __ffs(static_cast<int>(equals)) - 1;
-    const int id = write_id[e];
+  for (int base = 0; base < a.writes; base += kBatch) {
+    const int e = base + static_cast<int>(threadIdx.x) / 4;
+    const int id = write_id[e] < 0 ? -2 : write_id[e];  // no slot equals none
+    // Of a batch of entries: which of four in each of four places name the slot; adds their weights.
+    const auto look = [&](const int32_t* ids, const float* weights, float& sum) {
+      unsigned found = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int4 other = *reinterpret_cast<const int4*>(ids + 16 * i + 4 * part);
+        const float4 weight = *reinterpret_cast<const float4*>(weights + 16 * i + 4 * part);
+        const auto take = [&](int j, int x, float w) {
+          if (x == id) {
+            sum += w;
+            found |= 1u << (4 * i + j);
+          }
+        };
+        take(0, other.x, weight.x);
+        take(1, other.y, weight.y);
+        take(2, other.z, weight.z);
+        take(3, other.w, weight.w);
+      }
+      return found;
+    };
+    const auto position = [&](unsigned found) {
+      const int bit = __ffs(static_cast<int>(found)) - 1;
+      return bit / 4 * 16 + 4 * part + bit % 4;
+    };
     float sum = 0, read_sum = 0;
     bool repeats = false;
-    for (int i = in_warp; i < a.writes; i += 32) {
-      if (write_id[i] != id) continue;
-      sum += kappa[i];
-      repeats |= i < e;
+    for (int other = 0; other < a.writes; other += kBatch) {
+      const unsigned found = look(write_id + other, kappa + other, sum);
+      repeats |= found != 0 && other + position(found) < e;
     }
-    if (__any_sync(0xffffffffu, repeats)) {
-      if (in_warp == 0) {
-        moved_id[e] = -1;
-        factors[e] = WrittenRow{};
+    for (int other = 0; other < a.reads; other += kBatch) {
+      for (unsigned found = look(read_id + other, q + other, read_sum); found != 0; found &= found - 1) {
+        read_factor[other + position(found)] = 0;
       }
-      continue;
     }
-    for (int i = in_warp; i < a.reads; i += 32) {
-      if (read_id[i] != id) continue;
-      read_sum += q[i];
-      read_factor[i] = 0;
+    const float factor = decay[e];
+#pragma unroll
+    for (int offset = 1; offset < 4; offset *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      read_sum += __shfl_xor_sync(0xffffffffu, read_sum, offset);
     }
-    sum = warp_sum(sum);
-    read_sum = warp_sum(read_sum);
-    if (in_warp == 0) {
-      const float factor = factors[e].decay;
-      factors[e] = WrittenRow{sum * factor, read_sum * factor, factor, sum};
+    const unsigned repeating = __ballot_sync(0xffffffffu, repeats) >> (in_warp - part) & 15;
+    if (part == 0) {
+      const bool first = id >= 0 && repeating == 0;
+      if (!first) moved_id[e] = -1;
+      factors[e] = first ? WrittenRow{sum * factor, read_sum * factor, factor, sum} : WrittenRow{};
+      through += first ? sum * read_sum : 0.0f;
     }
-    through += sum * read_sum;
   }
+#pragma unroll
+  for (int offset = 4; offset < 32; offset *= 2) through += __shfl_xor_sync(0xffffffffu, through, offset);
   if (in_warp == 0) shared_weight[warp] = through;
-  const bool any = __syncthreads_or(threadIdx.x < a.writes && write_id[threadIdx.x] >= 0);
+  const bool any = __syncthreads_or(write_id[threadIdx.x] >= 0);
+  if (a.overlap) {
+    wait_for_previous();
+    fetch_first();
+  }
+  STAMP(4);
+  if (STAGE == 2) {
+    if (factors[threadIdx.x / 4].decay < -100) from_float(static_cast<T*>(a.y), read_factor[threadIdx.x / 4] + v + beta + any);
+    return;
+  }
 
   constexpr int kValues = kSteps * V;
   float sum[kValues] = {}, read_sum[kValues] = {};
@@ -260,22 +320,36 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
   };
   if (kKeep) take(0);
   __syncthreads();
+  STAMP(5);
+  if (STAGE == 3) {
+    if (sums[0][0][threadIdx.x % S::kColumns] == 12345.0f) from_float(static_cast<T*>(a.y), rows[0].decay + v + beta + any);
+    return;
+  }
+  // The sums over the warps: what is retrieved first, for it holds up the writes; what is read by other threads.
+  const auto total = [&](int kind, int c) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) sum += sums[kind][k][c];
+    return sum;
+  };
+  constexpr int kReaders = 2 * S::kColumns <= kThreads ? S::kColumns : 0;  // the first of the threads that sum reads
   static_assert(S::kColumns <= kThreads);
   if (threadIdx.x < S::kColumns) {
     const int c = threadIdx.x;
-    float total = 0, y = 0, shared = 0;
+    delta[c] = any && c < columns ? beta * (v - total(0, c)) : 0.0f;
+  }
+  const int reader = static_cast<int>(threadIdx.x) - kReaders;
+  const bool reads_out = reader >= 0 && reader < columns;
+  float y = 0;
+  if (reads_out) {
+    y = total(1, reader);
+    float shared = 0;
 #pragma unroll
-    for (int k = 0; k < kWarps; ++k) {
-      total += sums[0][k][c];
-      y += sums[1][k][c];
-      shared += shared_weight[k];
-    }
-    const float d = any && c < columns ? beta * (v - total) : 0.0f;
-    delta[c] = d;
-    if (any) y += shared * d;
-    if (c < columns) from_float(static_cast<T*>(a.y) + p * a.width + column0 + c, y);
+    for (int k = 0; k < kWarps; ++k) shared += shared_weight[k];
+    v = shared;
   }
   __syncthreads();
+  STAMP(6);
   for (int base = 0; base < a.writes; base += kBatch) {
     if (a.writes > kBatch) fetch(written, base, moved);
     if (!kKeep || base > 0) take(base);
@@ -289,10 +363,20 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
         unpack<T, V>(written[k][s], x);
 #pragma unroll
         for (int j = 0; j < V; ++j) x[j] = rows[k].decay * x[j] + rows[k].weight * delta[c + j];
-        if (c < columns) store_packed_streaming<T, V>(bank + ids[k] * a.width + c, pack<T, V>(x));
+        if (c < columns) {
+          if (a.streaming)
+            store_packed_streaming<T, V>(bank + ids[k] * a.width + c, pack<T, V>(x));
+          else
+            store_packed<T, V>(bank + ids[k] * a.width + c, pack<T, V>(x));
+        }
       }
     }
   }
+  if (reads_out) {
+    if (any) y += v * delta[reader];
+    from_float(static_cast<T*>(a.y) + p * a.width + column0 + reader, y);
+  }
+  STAMP(7);
 }
 
 // The widest slices of which there are enough to fill the GPU, and no wider than a row.
@@ -301,16 +385,60 @@ cudaError_t start(Params a, int64_t streams, Launch where) {
   using S = Slice<V, L>;
   a.slices = static_cast<int>(div_up(a.width, S::kColumns));
   if constexpr (V > 1 && S::kColumns > kSlice) {
-    if (streams * a.slices < kEnoughBlocks || S::kColumns / 2 >= a.width) return start<T, V, L / 2>(a, streams, where);
+    const bool narrower = a.lanes ? a.lanes < L : streams * a.slices < kEnoughBlocks;
+    if (narrower || S::kColumns / 2 >= a.width) return start<T, V, L / 2>(a, streams, where);
   }
-  return launch(decode_kernel<T, V, L>, dim3(streams * a.slices), kThreads, 0, where, a);
+  dim3 grid(streams, a.slices);
+  if (a.order) grid = dim3(a.slices, streams);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = kThreads;
+  config.stream = where.stream;
+  cudaLaunchAttribute attributes[2] = {};
+  int n = 0;
+  if (where.overlap) {
+    attributes[n].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[n++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (a.cluster > 1) {
+    attributes[n].id = cudaLaunchAttributeClusterDimension;
+    attributes[n].val.clusterDim.x = a.order ? a.cluster : 1;
+    attributes[n].val.clusterDim.y = a.order ? 1 : a.cluster;
+    attributes[n++].val.clusterDim.z = 1;
+  }
+  config.attrs = attributes;
+  config.numAttrs = n;
+  return cudaLaunchKernelEx(&config, decode_kernel<T, V, L>, a);
 }
 
+#ifdef STAMPS
+}
+void print_stamps(int blocks) {
+  static long long host[1024 * 8];
+  cudaMemcpyFromSymbol(host, stamps, sizeof(host));
+  std::printf("   cycles from start (mean, max over blocks):");
+  for (int i = 1; i < 8; ++i) {
+    double sum = 0, most = 0;
+    for (int b = 0; b < blocks; ++b) {
+      const double d = host[b * 8 + i] - host[b * 8];
+      sum += d / blocks;
+      most = d > most ? d : most;
+    }
+    std::printf("  [%d] %.0f %.0f", i, sum, most);
+  }
+  std::printf("\n");
+}
+namespace {
+#endif
 }  // namespace
 
 cudaError_t decode(const Decode& d, Launch where) {
   const Shape& s = d.shape;
-  const Params params{d.bank,
+  const auto env = [](const char* name, int otherwise) {
+    const char* x = std::getenv(name);
+    return x ? std::atoi(x) : otherwise;
+  };
+  Params params{d.bank,
                       d.in.k_idx,
                       d.in.q_idx,
                       d.in.k_val,
@@ -327,6 +455,12 @@ cudaError_t decode(const Decode& d, Launch where) {
                       static_cast<int>(s.gates),
                       static_cast<int>(s.streams_per_bank),
                       static_cast<int>(s.slots)};
+  params.overlap = where.overlap;
+  params.order = env("ORDER", 1);
+  params.ahead = env("AHEAD", 1);
+  params.streaming = env("STREAMING", 1);
+  params.lanes = env("LANES", 0);
+  params.cluster = env("CLUSTER", 1);
   return for_rows(d.dtype, s.width, [&](auto type, auto v) {
     return start<decltype(type), decltype(v)::value, 32>(params, s.streams, where);
   });

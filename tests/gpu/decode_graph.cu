@@ -1,10 +1,18 @@
 // Decode alone: microseconds a step of a CUDA graph of 64 steps, each with ids of its own.
 //   nvcc -O3 -std=c++17 -arch=sm_90 -I. tests/gpu/decode_graph.cu cuda/decode.cu -o build/decode_graph
 #include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <string>
 #include <vector>
 
 #include "cuda/launch.h"
 
+#ifdef STAMPS
+namespace sdm::gpu {
+void print_stamps(int blocks);
+}
+#endif
 namespace {
 
 constexpr int kSteps = 64;
@@ -46,7 +54,7 @@ T* allocate(int64_t n) {
   return static_cast<T*>(p);
 }
 
-void measure(int64_t streams) {
+void measure(int64_t streams, const std::vector<const char*>& configs) {
   const int64_t bank_size = streams * kSlots * kWidth, entries = kSteps * streams * kEntries;
   const int64_t rows = kSteps * streams * kWidth;
   auto* bank = allocate<uint16_t>(bank_size);
@@ -66,42 +74,70 @@ void measure(int64_t streams) {
 
   cudaStream_t stream;
   check(cudaStreamCreate(&stream));
-  for (const bool overlap : {false, true}) {
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int64_t t = 0; t < kSteps; ++t) {
-      sdm::Decode d;
-      d.shape.streams = streams;
-      d.shape.tokens = d.shape.chunk = d.shape.gates = 1;
-      d.shape.slots = kSlots;
-      d.shape.width = kWidth;
-      d.shape.writes = d.shape.reads = kEntries;
-      d.dtype = sdm::DType::bf16;
-      const int64_t e = t * streams * kEntries, r = t * streams * kWidth;
-      d.in = {k_idx + e, k_val + e, v + r, beta + t * streams, g + t * streams, q_idx + e, q_val + e};
-      d.bank = bank;
-      d.y = y + r;
-      check(sdm::gpu::decode(d, {stream, overlap && t > 0}));
+  for (const char* config : configs) {
+    {  // "NAME=VALUE,NAME=VALUE"
+      std::stringstream in(config);
+      std::string part;
+      for (const char* n : {"ORDER", "AHEAD", "STREAMING", "LANES", "CLUSTER"}) unsetenv(n);
+      while (std::getline(in, part, ',')) {
+        const size_t at = part.find('=');
+        if (at != std::string::npos) setenv(part.substr(0, at).c_str(), part.substr(at + 1).c_str(), 1);
+      }
     }
-    cudaGraph_t graph;
-    check(cudaStreamEndCapture(stream, &graph));
-    cudaGraphExec_t exec;
-    check(cudaGraphInstantiate(&exec, graph, 0));
-    cudaEvent_t begin, end;
-    check(cudaEventCreate(&begin));
-    check(cudaEventCreate(&end));
-    float best = 1e9f, total = 0;
-    for (int i = 0; i < 25; ++i) {
-      check(cudaEventRecord(begin, stream));
-      check(cudaGraphLaunch(exec, stream));
-      check(cudaEventRecord(end, stream));
-      check(cudaEventSynchronize(end));
-      float ms;
-      check(cudaEventElapsedTime(&ms, begin, end));
-      if (i >= 5) total += ms;
-      best = ms < best ? ms : best;
+    std::printf("%3d %-24s", static_cast<int>(streams), config);
+    for (const int mode : {0, 1, 2}) {
+      const bool overlap = mode == 1;
+      cudaGraph_t graph;
+      if (mode == 2) check(cudaGraphCreate(&graph, 0));
+      cudaGraphNode_t last;
+      if (mode != 2) check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+      for (int64_t t = 0; t < kSteps; ++t) {
+        if (mode == 2) check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+        sdm::Decode d;
+        d.shape.streams = streams;
+        d.shape.tokens = d.shape.chunk = d.shape.gates = 1;
+        d.shape.slots = kSlots;
+        d.shape.width = kWidth;
+        d.shape.writes = d.shape.reads = kEntries;
+        d.dtype = sdm::DType::bf16;
+        const int64_t e = t * streams * kEntries, r = t * streams * kWidth;
+        d.in = {k_idx + e, k_val + e, v + r, beta + t * streams, g + t * streams, q_idx + e, q_val + e};
+        d.bank = bank;
+        d.y = y + r;
+        check(sdm::gpu::decode(d, {stream, overlap && t > 0}));
+        if (mode == 2) {
+          cudaGraph_t one;
+          check(cudaStreamEndCapture(stream, &one));
+          cudaGraphNode_t node;
+          check(cudaGraphAddChildGraphNode(&node, graph, t > 0 ? &last : nullptr, t > 0 ? 1 : 0, one));
+          last = node;
+        }
+      }
+      if (mode != 2) check(cudaStreamEndCapture(stream, &graph));
+      cudaGraphExec_t exec;
+      check(cudaGraphInstantiate(&exec, graph, 0));
+      cudaEvent_t begin, end;
+      check(cudaEventCreate(&begin));
+      check(cudaEventCreate(&end));
+      float best = 1e9f, total = 0;
+      for (int i = 0; i < 25; ++i) {
+        check(cudaEventRecord(begin, stream));
+        check(cudaGraphLaunch(exec, stream));
+        check(cudaEventRecord(end, stream));
+        check(cudaEventSynchronize(end));
+        float ms;
+        check(cudaEventElapsedTime(&ms, begin, end));
+        if (i >= 5) total += ms;
+        best = ms < best ? ms : best;
+      }
+      std::printf("  %s %6.2f (%5.2f)", mode == 2 ? "child" : overlap ? "overlap" : "serial", total / 20 / kSteps * 1e3,
+                  best / kSteps * 1e3);
+#ifdef STAMPS
+      std::printf("\n");
+      sdm::gpu::print_stamps(streams * 8);
+#endif
     }
-    std::printf("decode, %3lld streams, %s: %6.2f us a step (best %.2f)\n", static_cast<long long>(streams),
-                overlap ? "overlapping" : "one by one ", total / 20 / kSteps * 1e3, best / kSteps * 1e3);
+    std::printf("\n");
   }
   for (void* p : {static_cast<void*>(bank), static_cast<void*>(k_idx), static_cast<void*>(q_idx),
                   static_cast<void*>(k_val), static_cast<void*>(q_val), static_cast<void*>(v), static_cast<void*>(y),
@@ -112,7 +148,16 @@ void measure(int64_t streams) {
 
 }  // namespace
 
-int main() {
-  for (const int64_t streams : {1, 8, 64}) measure(streams);
+int main(int argc, char** argv) {
+  for (const int64_t streams : {8, 64}) {
+    std::vector<const char*> configs;
+    for (int i = 1; i < argc; ++i) {
+      const bool many = argv[i][0] == '+', few = argv[i][0] == '-';
+      if ((many && streams == 8) || (few && streams == 64)) continue;
+      configs.push_back(many || few ? argv[i] + 1 : argv[i]);
+    }
+    if (configs.empty()) configs.push_back("");
+    measure(streams, configs);
+  }
   return 0;
 }
