@@ -82,6 +82,10 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
   __shared__ float read_factor[kMost];   // weights of reads of slots that are not written, else 0
   __shared__ float shared_weight[kWarps];  // sums over slots of the weights of writes times those of reads
   __shared__ __align__(16) float sums[2][kWarps][S::kColumns], delta[S::kColumns];  // retrieved, read
+#ifdef TWICE
+  for (int pass = 0; pass < 2; ++pass) {
+  __syncthreads();
+#endif
   STAMP(0);
   const int64_t p = a.order ? blockIdx.y : blockIdx.x;
   const int64_t slice = a.order ? blockIdx.x : blockIdx.y;
@@ -377,6 +381,251 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
     from_float(static_cast<T*>(a.y) + p * a.width + column0 + reader, y);
   }
   STAMP(7);
+#ifdef TWICE
+  }
+#endif
+}
+
+
+// Prototype: a cluster a stream and 1024 columns; a block some rows.
+template <class T>
+struct Quad {
+  uint32_t word[sizeof(T) == 2 ? 2 : 4];
+};
+template <class T>
+__device__ inline Quad<T> load_quad(const T* p) {
+  Quad<T> x;
+  if constexpr (sizeof(T) == 2) {
+    const uint2 q = __ldcg(reinterpret_cast<const uint2*>(p));
+    x.word[0] = q.x, x.word[1] = q.y;
+  } else {
+    const uint4 q = __ldcg(reinterpret_cast<const uint4*>(p));
+    x.word[0] = q.x, x.word[1] = q.y, x.word[2] = q.z, x.word[3] = q.w;
+  }
+  return x;
+}
+template <class T>
+__device__ inline void store_quad(T* p, const float (&y)[4]) {
+  if constexpr (sizeof(T) == 2) {
+    const __nv_bfloat162 a = __floats2bfloat162_rn(y[0], y[1]), b = __floats2bfloat162_rn(y[2], y[3]);
+    __stcs(reinterpret_cast<uint2*>(p), make_uint2(*reinterpret_cast<const uint32_t*>(&a), *reinterpret_cast<const uint32_t*>(&b)));
+  } else {
+    __stcs(reinterpret_cast<float4*>(p), make_float4(y[0], y[1], y[2], y[3]));
+  }
+}
+template <class T>
+__device__ inline void unpack_quad(const Quad<T>& x, float (&y)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      y[i] = __uint_as_float(x.word[i]);
+    } else {
+      const uint32_t w = x.word[i / 2];
+      y[i] = __uint_as_float(i % 2 == 0 ? w << 16 : w & 0xffff0000u);
+    }
+  }
+}
+__device__ inline uint32_t remote(const void* p, int rank) {
+  uint32_t to;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(p))), "r"(rank));
+  return to;
+}
+__device__ inline void store_remote(uint32_t to, float x) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory"); }
+__device__ inline void store_remote(uint32_t to, const float (&x)[4]) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+
+template <class T, int Blocks>
+__global__ void __launch_bounds__(kThreads, Blocks >= 8 ? 3 : 2) rows_kernel(const __grid_constant__ Params a) {
+  constexpr int kRows = 64 / Blocks, kColumns = 1024, kOwn = kColumns / Blocks;
+  __shared__ __align__(16) int32_t ids[2][64];
+  __shared__ __align__(16) float weights[2][64];
+  __shared__ WrittenRow factors[kRows];
+  __shared__ int32_t moved_id[kRows];
+  __shared__ __align__(16) float read_factor[kRows], through[kRows], throughs[Blocks];
+  __shared__ __align__(16) float partial[2][Blocks][kOwn], delta[kColumns];
+  STAMP(0);
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;");
+  const int rank = blockIdx.x % Blocks;
+  const int64_t p = blockIdx.y;
+  const int64_t column0 = static_cast<int64_t>(blockIdx.x / Blocks) * kColumns;
+  const int t = threadIdx.x, warp = t / 32, in_warp = t % 32;
+  if (a.overlap) let_next_start();
+  if (STAGE == 0) {
+    wait_for_previous();
+    asm volatile("barrier.cluster.wait.acquire.aligned;");
+    return;
+  }
+  const int i = t % 64;
+  const bool is_write = t % 128 < 64, is_id = t < 128, inside = i < (is_write ? a.writes : a.reads);
+  int id = -1;
+  float weight = 0;
+  if (inside) {
+    if (is_id) id = is_write ? a.k_idx[p * a.writes + i] : a.q_idx[p * a.reads + i];
+    else weight = to_float(is_write ? static_cast<const T*>(a.k_val)[p * a.writes + i] : static_cast<const T*>(a.q_val)[p * a.reads + i]);
+  }
+  float gate = 0, v = 0, beta = 0;
+  const int mine = rank * kRows + t;
+  if (t < kRows && mine < a.writes) gate = a.g[p * a.gates + (a.gates == 1 ? 0 : mine)];
+  if (t < kOwn) {
+    v = to_float(static_cast<const T*>(a.v)[p * a.width + column0 + rank * kOwn + t]);
+    beta = a.beta[p];
+  }
+  const int64_t in_bank = a.streams_per_bank == 1 ? p : p / a.streams_per_bank;
+  T* bank = static_cast<T*>(a.bank) + in_bank * a.bank_stride + column0 + 4 * t;
+  if (is_id) ids[!is_write][i] = static_cast<unsigned>(id) < static_cast<unsigned>(a.num_slots) ? id : -1;
+  else weights[!is_write][i] = weight;
+  STAMP(1);
+  __syncthreads();
+  STAMP(2);
+  Quad<T> written[kRows], old[kRows];
+  const int width = static_cast<int>(a.width);
+  const auto fetch = [&] {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const int w = ids[0][rank * kRows + k], r = ids[1][rank * kRows + k];
+      written[k] = {}, old[k] = {};
+      if (w >= 0) written[k] = load_quad(bank + static_cast<int64_t>(w) * width);
+      if (r >= 0) old[k] = load_quad(bank + static_cast<int64_t>(r) * width);
+    }
+  };
+  if (!a.overlap) {
+    fetch();
+  } else if (a.ahead) {
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const int w = ids[0][rank * kRows + k], r = ids[1][rank * kRows + k];
+      if (w >= 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(bank + static_cast<int64_t>(w) * width));
+      if (r >= 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(bank + static_cast<int64_t>(r) * width));
+    }
+  }
+  STAMP(3);
+  for (int k = warp; k < 2 * kRows; k += kWarps) {
+    const bool read = k >= kRows;
+    const int n = k % kRows, e = rank * kRows + n;
+    const int own = ids[read][e];
+    const unsigned low = __ballot_sync(~0u, ids[0][in_warp] == own), high = __ballot_sync(~0u, ids[0][32 + in_warp] == own);
+    if (read) {
+      if (in_warp == 0) read_factor[n] = own >= 0 && (low | high) == 0 ? weights[1][e] : 0.0f;
+      continue;
+    }
+    const bool in_low = ids[1][in_warp] == own, in_high = ids[1][32 + in_warp] == own;
+    float sum = weights[0][e], read_sum = 0;
+    if (own >= 0 && (__popc(low) + __popc(high) > 1 || __any_sync(~0u, in_low | in_high))) {
+      sum = (low >> in_warp & 1 ? weights[0][in_warp] : 0.0f) + (high >> in_warp & 1 ? weights[0][32 + in_warp] : 0.0f);
+      read_sum = (in_low ? weights[1][in_warp] : 0.0f) + (in_high ? weights[1][32 + in_warp] : 0.0f);
+      sum = warp_sum(sum);
+      read_sum = warp_sum(read_sum);
+    }
+    if (in_warp == 0) {
+      const bool first = own >= 0 && e == (low != 0 ? __ffs(low) - 1 : 31 + __ffs(high));
+      moved_id[n] = first ? own : -1;
+      factors[n] = first ? WrittenRow{sum, read_sum, 0.0f, sum} : WrittenRow{};
+      through[n] = first ? sum * read_sum : 0.0f;
+    }
+  }
+  __shared__ float decays[kRows];
+  if (t < kRows) decays[t] = expf(gate);
+  const bool any = __syncthreads_or(is_id && is_write && ids[0][i] >= 0);
+  if (a.overlap) {
+    wait_for_previous();
+    fetch();
+  }
+  STAMP(4);
+  float sums[4] = {}, read_sums[4] = {};
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const WrittenRow row = factors[k];
+    const float decay = moved_id[k] >= 0 ? decays[k] : 0.0f, factor = read_factor[k];
+    float x[4], y[4];
+    unpack_quad<T>(written[k], x);
+    unpack_quad<T>(old[k], y);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      sums[j] += row.retrieve * decay * x[j];
+      read_sums[j] += row.read * decay * x[j];
+      read_sums[j] += factor * y[j];
+    }
+  }
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  {
+    const int owner = 4 * t / kOwn, c = 4 * t % kOwn;
+    store_remote(remote(&partial[0][rank][c], owner), sums);
+    store_remote(remote(&partial[1][rank][c], owner), read_sums);
+    if (t < Blocks) {
+      float sum = 0;
+      for (int k = 0; k < kRows; ++k) sum += through[k];
+      store_remote(remote(&throughs[rank], t), sum);
+    }
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  STAMP(5);
+  if (STAGE == 3) {
+    if (partial[0][0][t % kOwn] == 12345.0f) from_float(static_cast<T*>(a.y), v + beta + any + partial[1][0][t % kOwn]);
+    return;
+  }
+  const auto total = [&](int kind, int c) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < Blocks; ++k) sum += partial[kind][k][c];
+    return sum;
+  };
+  if (t < kOwn) {
+    const float d = any ? beta * (v - total(0, t)) : 0.0f;
+#pragma unroll
+    for (int b = 0; b < Blocks; ++b) store_remote(remote(&delta[rank * kOwn + t], b), d);
+  }
+  constexpr int kReaders = 2 * kOwn <= kThreads ? kOwn : 0;
+  const int reader = t - kReaders;
+  const bool reads_out = reader >= 0 && reader < kOwn;
+  float y = 0, shared = 0;
+  if (reads_out) {
+    y = total(1, reader);
+#pragma unroll
+    for (int k = 0; k < Blocks; ++k) shared += throughs[k];
+  }
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  STAMP(6);
+  const float4 d = *reinterpret_cast<const float4*>(delta + 4 * t);
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const int to = moved_id[k];
+    if (to < 0) continue;
+    float x[4];
+    unpack_quad<T>(written[k], x);
+    const float decay = decays[k], w = factors[k].weight;
+    x[0] = decay * x[0] + w * d.x;
+    x[1] = decay * x[1] + w * d.y;
+    x[2] = decay * x[2] + w * d.z;
+    x[3] = decay * x[3] + w * d.w;
+    store_quad<T>(bank + static_cast<int64_t>(to) * width, x);
+  }
+  if (reads_out) {
+    if (any) y += shared * delta[rank * kOwn + reader];
+    from_float(static_cast<T*>(a.y) + p * a.width + column0 + rank * kOwn + reader, y);
+  }
+  STAMP(7);
+}
+
+template <class T, int Blocks>
+cudaError_t start_rows(const Params& a, int64_t streams, Launch where) {
+  if (Blocks > 8) {
+    const cudaError_t e = cudaFuncSetAttribute(reinterpret_cast<const void*>(rows_kernel<T, Blocks>), cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (e != cudaSuccess) return e;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(a.width / 1024 * Blocks, streams);
+  config.blockDim = kThreads;
+  config.stream = where.stream;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = Blocks;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attributes;
+  config.numAttrs = where.overlap ? 2 : 1;
+  return cudaLaunchKernelEx(&config, rows_kernel<T, Blocks>, a);
 }
 
 // The widest slices of which there are enough to fill the GPU, and no wider than a row.
@@ -461,6 +710,17 @@ cudaError_t decode(const Decode& d, Launch where) {
   params.streaming = env("STREAMING", 1);
   params.lanes = env("LANES", 0);
   params.cluster = env("CLUSTER", 1);
+  const int rows = env("ROWS", 0);
+  if (rows && s.width % 1024 == 0 && s.writes <= 64 && s.reads <= 64 && s.streams < 65536) {
+    if (d.dtype == DType::bf16) {
+      if (rows == 4) return start_rows<bf16, 4>(params, s.streams, where);
+      if (rows == 8) return start_rows<bf16, 8>(params, s.streams, where);
+      return start_rows<bf16, 16>(params, s.streams, where);
+    }
+    if (rows == 4) return start_rows<float, 4>(params, s.streams, where);
+    if (rows == 8) return start_rows<float, 8>(params, s.streams, where);
+    return start_rows<float, 16>(params, s.streams, where);
+  }
   return for_rows(d.dtype, s.width, [&](auto type, auto v) {
     return start<decltype(type), decltype(v)::value, 32>(params, s.streams, where);
   });

@@ -29,14 +29,14 @@ __global__ void fill(uint16_t* x, int64_t n, uint32_t seed) {
 }
 
 // Distinct ids within a token: a random start, then odd steps through the power of two of slots.
-__global__ void make_ids(int32_t* ids, int64_t tokens, uint32_t seed) {
+__global__ void make_ids(int32_t* ids, int64_t tokens, uint32_t seed, uint32_t shrink) {
   const int64_t i = blockIdx.x * int64_t{256} + threadIdx.x;
   if (i >= tokens * kEntries) return;
   uint32_t h = static_cast<uint32_t>(i / kEntries) * 747796405u + seed;
   h ^= h >> 16;
   h *= 2246822519u;
   h ^= h >> 13;
-  ids[i] = static_cast<int32_t>((h + static_cast<uint32_t>(i % kEntries) * (2 * (h >> 5) + 1)) % kSlots);
+  ids[i] = static_cast<int32_t>((h + static_cast<uint32_t>(i % kEntries) * (2 * (h >> 5) + 1)) % (static_cast<uint32_t>(kSlots) / shrink));
 }
 
 void check(cudaError_t error) {
@@ -57,6 +57,7 @@ T* allocate(int64_t n) {
 void measure(int64_t streams, const std::vector<const char*>& configs) {
   const int64_t bank_size = streams * kSlots * kWidth, entries = kSteps * streams * kEntries;
   const int64_t rows = kSteps * streams * kWidth;
+  const uint32_t shrink = std::getenv("SHRINK") ? std::atoi(std::getenv("SHRINK")) : 1;
   auto* bank = allocate<uint16_t>(bank_size);
   auto *k_idx = allocate<int32_t>(entries), *q_idx = allocate<int32_t>(entries);
   auto *k_val = allocate<uint16_t>(entries), *q_val = allocate<uint16_t>(entries);
@@ -66,8 +67,8 @@ void measure(int64_t streams, const std::vector<const char*>& configs) {
   fill<<<1024, 256>>>(k_val, entries, 2);
   fill<<<1024, 256>>>(q_val, entries, 3);
   fill<<<1024, 256>>>(v, rows, 4);
-  make_ids<<<(entries + 255) / 256, 256>>>(k_idx, kSteps * streams, 5);
-  make_ids<<<(entries + 255) / 256, 256>>>(q_idx, kSteps * streams, 6);
+  make_ids<<<(entries + 255) / 256, 256>>>(k_idx, kSteps * streams, 5, shrink);
+  make_ids<<<(entries + 255) / 256, 256>>>(q_idx, kSteps * streams, 6, shrink);
   std::vector<float> half(kSteps * streams, 0.5f), gate(kSteps * streams, -0.1f);
   check(cudaMemcpy(beta, half.data(), half.size() * 4, cudaMemcpyHostToDevice));
   check(cudaMemcpy(g, gate.data(), gate.size() * 4, cudaMemcpyHostToDevice));
@@ -78,7 +79,7 @@ void measure(int64_t streams, const std::vector<const char*>& configs) {
     {  // "NAME=VALUE,NAME=VALUE"
       std::stringstream in(config);
       std::string part;
-      for (const char* n : {"ORDER", "AHEAD", "STREAMING", "LANES", "CLUSTER"}) unsetenv(n);
+      for (const char* n : {"ORDER", "AHEAD", "STREAMING", "LANES", "CLUSTER", "ROWS"}) unsetenv(n);
       while (std::getline(in, part, ',')) {
         const size_t at = part.find('=');
         if (at != std::string::npos) setenv(part.substr(0, at).c_str(), part.substr(at + 1).c_str(), 1);
@@ -134,7 +135,7 @@ void measure(int64_t streams, const std::vector<const char*>& configs) {
                   best / kSteps * 1e3);
 #ifdef STAMPS
       std::printf("\n");
-      sdm::gpu::print_stamps(streams * 8);
+      sdm::gpu::print_stamps(std::getenv("ROWS") ? streams * std::atoi(std::getenv("ROWS")) : streams * 8);
 #endif
     }
     std::printf("\n");
