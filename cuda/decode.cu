@@ -180,7 +180,8 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
       const unsigned found = look(write_id + other, kappa + other, sum);
       repeats |= found != 0 && other + position(found) < e;
     }
-    const bool first = id >= 0 && (__ballot_sync(0xffffffffu, repeats) & team_mask<kParts>()) == 0;
+    const unsigned repeating = __ballot_sync(0xffffffffu, repeats) & team_mask<kParts>();
+    const bool first = id >= 0 && repeating == 0;
     for (int other = 0; first && other < a.reads; other += kBatch) {
       for (unsigned found = look(read_id + other, q + other, read_sum); found != 0; found &= found - 1) {
         read_factor[other + position(found)] = 0;
