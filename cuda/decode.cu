@@ -335,7 +335,7 @@ template <class T, int V, int L>
 cudaError_t start(const Params& a, Launch where) {
   using S = Slice<V, L>;
   const int64_t slices = div_up(a.width, S::kColumns);
-  if constexpr (V > 1 && S::kColumns > kSlice) {
+  if constexpr (V > 1 && S::kColumns > 64) {
     constexpr int64_t enough = L == 32 ? 256 : 64;
     if (a.streams * slices < enough || S::kColumns / 2 >= a.width) return start<T, V, L / 2>(a, where);
   }

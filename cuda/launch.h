@@ -9,13 +9,15 @@
 namespace sdm::gpu {
 
 // Where a kernel goes. `overlap`: it may start while the kernel before it in the stream ends
-// (programmatic dependent launch); only between kernels of this core.
+// (programmatic dependent launch); only between kernels of this core. `urgent`: its blocks come before those of other
+// kernels that wait for a place on the device.
 struct Launch {
   cudaStream_t stream = nullptr;
   bool overlap = false;
+  bool urgent = false;
 };
 
-// Columns [begin, end) of the rows of some streams; begin is a multiple of kColumnStep. Neither columns nor
+// Columns [begin, end) of the rows of some streams; begin is a multiple of slice_columns. Neither columns nor
 // streams meet in Phase 2.
 struct Range {
   int64_t begin;
