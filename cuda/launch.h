@@ -64,6 +64,8 @@ cudaError_t square_gradients(const Backward& b, Launch where);
 cudaError_t add_parts(const Backward& b, Launch where);
 cudaError_t phase1_backward(const Backward& b, Launch where);
 
+// With `overlap` it reads all but the bank while kernels ahead of it still run, back to the last one that was launched
+// without: none of them may write its tokens.
 cudaError_t decode(const Decode& d, Launch where);
 
 // float32 and bfloat16 scores, at most kMostFactors factors.
