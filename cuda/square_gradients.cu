@@ -12,7 +12,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = 64;
 constexpr int kDepth = 32;
-constexpr int kStride = kDepth + 4;  // 16-byte loads of eight rows side by side touch all banks
+constexpr int kStride = kDepth + 8;  // pairs of four rows side by side touch all banks
+constexpr int kStages = 3;           // pieces of kDepth columns on chip or on their way
 
 struct Params {
   const float *a, *beta, *error, *delta;
@@ -23,27 +24,102 @@ struct Params {
   int chunk, tiles;
 };
 
+// Groups of copies: those of a piece.
+__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// For all but the newest `Newest` groups.
+template <int Newest>
+__device__ inline void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Newest) : "memory");
+}
+
+// A piece of kRows rows, as it lies in memory.
 template <class T>
-__device__ inline float4 load_four(const T* row, int64_t c, int64_t width, bool vectors) {
-  float x[4] = {};
-  if (vectors) {
-    if (c < width) {
-      if constexpr (sizeof(T) == 4) return *reinterpret_cast<const float4*>(row + c);
-      const uint2 q = *reinterpret_cast<const uint2*>(row + c);
-      return make_float4(__uint_as_float(q.x << 16), __uint_as_float(q.x & 0xffff0000u), __uint_as_float(q.y << 16),
-                         __uint_as_float(q.y & 0xffff0000u));
-    }
-  } else {
+struct Piece {
+  T value[kRows][kStride];
+
+  // Of `rows` rows from `from` on, columns c0 on; zeros below them and past `width`.
+  __device__ void fetch(const T* from, int rows, int64_t c0, int64_t width) {
+    constexpr int kEach = kVector<T>, kVectors = kDepth / kEach;
+    const bool vectors = width % kEach == 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = c + i < width ? to_float(row[c + i]) : 0.0f;
+    for (int i = threadIdx.x; i < kRows * kVectors; i += kThreads) {
+      const int t = i / kVectors, c = i % kVectors * kEach;
+      const T* row = from + t * width + c0 + c;
+      if (vectors) {
+        const bool inside = t < rows && c0 + c < width;
+        copy_async(reinterpret_cast<float*>(&value[t][c]), reinterpret_cast<const float*>(inside ? row : from), inside);
+      } else {
+        for (int k = 0; k < kEach; ++k) value[t][c + k] = t < rows && c0 + c + k < width ? row[k] : T(0.0f);
+      }
+    }
   }
-  return make_float4(x[0], x[1], x[2], x[3]);
+  // Columns c and c + 1 of a row; c is even.
+  __device__ float2 pair(int row, int c) const {
+    if constexpr (sizeof(T) == 4) {
+      return *reinterpret_cast<const float2*>(&value[row][c]);
+    } else {
+      const uint32_t both = *reinterpret_cast<const uint32_t*>(&value[row][c]);
+      return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
+    }
+  }
+};
+
+template <class T>
+struct Pieces {
+  Piece<float> du, delta;
+  Piece<T> dy;
+};
+
+// sum += left * right^T of a warp's 32 rows and 32 rows of a piece, where its 16 x 8 tiles reach below the diagonal:
+// where the last row of the tile, counted from the first column of the warp's, is not above its first column.
+template <int kLeft, class L>
+__device__ inline void multiply_pieces(float (&sum)[2][4][4], const Piece<L>& left, const Piece<float>& right, int row0,
+                                       int column0, int below) {
+  const int g = (threadIdx.x & 31) / 4, t = threadIdx.x % 4 * 2;
+  // The tensor cores cut off what they add up; a float32 addition for every piece keeps that small.
+  float part[2][4][4] = {};
+#pragma unroll
+  for (int c = 0; c < kDepth; c += 8) {
+    // In what order the depth is added up is free: a lane takes neighbours.
+    LeftPiece<kLeft> l[2];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float2 upper = left.pair(row0 + 16 * m + g, c + t), lower = left.pair(row0 + 16 * m + 8 + g, c + t);
+      l[m].load([&](int r, int d) {
+        const float2 x = r < 8 ? upper : lower;
+        return d < 4 ? x.x : x.y;
+      });
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (below + 31 < 8 * j) continue;
+      const float2 x = right.pair(column0 + 8 * j + g, c + t);
+      RightPiece<3> r;
+      r.load([&](int d, int) { return d < 4 ? x.x : x.y; });
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if (below + 16 * m + 15 < 8 * j) continue;
+        if constexpr (kLeft == 3) multiply_tf32(part[m][j], l[m].low, r.high);
+        multiply_tf32(part[m][j], l[m].high, r.low);
+        multiply_tf32(part[m][j], l[m].high, r.high);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[m][j][i] += part[m][j][i];
+    }
+  }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) products_kernel(const __grid_constant__ Params a) {
+__global__ void __launch_bounds__(kThreads, 2) products_kernel(const __grid_constant__ Params a) {
   constexpr int kLeft = sizeof(T) == 4 ? 3 : 2;
-  __shared__ __align__(16) float du[kRows][kStride], dy[kRows][kStride], delta[kRows][kStride];
+  extern __shared__ __align__(16) unsigned char shared[];
+  Pieces<T>* pieces = reinterpret_cast<Pieces<T>*>(shared);
   // Tiles on and below the diagonal, row by row.
   const int pairs = a.tiles * (a.tiles + 1) / 2;
   int pair = blockIdx.x % pairs, tile_row = 0;
@@ -55,62 +131,48 @@ __global__ void __launch_bounds__(kThreads) products_kernel(const __grid_constan
   const float* du_rows = a.dv + (token + row0) * a.width;
   const T* dy_rows = static_cast<const T*>(a.dy) + (token + row0) * a.width;
   const float* delta_rows = a.delta + (token + column0) * a.width;
-  const bool vectors = a.width % 4 == 0;
-  // A warp's 16 rows by 32 columns.
-  const int warp = threadIdx.x / 32, warp_row = warp % 4 * 16, warp_column = warp / 4 * 32;
-  const bool below = row0 + warp_row + 15 >= column0 + warp_column;
-  float da[4][4] = {}, dqk[4][4] = {};
-  for (int64_t c0 = 0; c0 < a.width; c0 += kDepth) {
-    __syncthreads();
-#pragma unroll
-    for (int i = threadIdx.x; i < kRows * kDepth / 4; i += kThreads) {
-      const int t = i / (kDepth / 4), c = i % (kDepth / 4) * 4;
-      const float4 zero = make_float4(0, 0, 0, 0);
-      const bool left = row0 + t < tokens, right = column0 + t < tokens;
-      *reinterpret_cast<float4*>(&du[t][c]) = left ? load_four(du_rows + t * a.width, c0 + c, a.width, vectors) : zero;
-      *reinterpret_cast<float4*>(&dy[t][c]) = left ? load_four(dy_rows + t * a.width, c0 + c, a.width, vectors) : zero;
-      *reinterpret_cast<float4*>(&delta[t][c]) =
-          right ? load_four(delta_rows + t * a.width, c0 + c, a.width, vectors) : zero;
+  const int steps = static_cast<int>((a.width + kDepth - 1) / kDepth);
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      Pieces<T>& to = pieces[step % kStages];
+      const int64_t c = static_cast<int64_t>(step) * kDepth;
+      to.du.fetch(du_rows, tokens - row0, c, a.width);
+      to.delta.fetch(delta_rows, tokens - column0, c, a.width);
+      to.dy.fetch(dy_rows, tokens - row0, c, a.width);
     }
+    end_group();
+  };
+  // 32 x 32 of du delta^T for each of the first four warps, of dY delta^T for the others, in an order that gives the
+  // four parts of a multiprocessor about the same work on the diagonal.
+  const int warp = threadIdx.x / 32, quarter = warp % 4;
+  const bool of_dy = warp >= 4;
+  const int warp_row = (of_dy ? quarter % 2 : quarter / 2) * 32, warp_column = (of_dy ? quarter / 2 : quarter % 2) * 32;
+  const int below = row0 + warp_row - column0 - warp_column;
+  float sum[2][4][4] = {};
+  for (int step = 0; step < kStages - 1; ++step) fetch(step);
+  for (int step = 0; step < steps; ++step) {
+    wait_for_groups<kStages - 2>();
     __syncthreads();
-    if (!below) continue;
-    // The tensor cores cut off what they add up; a float32 addition for every piece keeps that small.
-    float da_part[4][4] = {}, dqk_part[4][4] = {};
-#pragma unroll
-    for (int c = 0; c < kDepth; c += 8) {
-      LeftPiece<3> u;
-      LeftPiece<kLeft> y;
-      u.load([&](int r, int d) { return du[warp_row + r][c + d]; });
-      y.load([&](int r, int d) { return dy[warp_row + r][c + d]; });
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        RightPiece<3> right;
-        right.load([&](int d, int t) { return delta[warp_column + 8 * j + t][c + d]; });
-        multiply(da_part[j], u, right);
-        if constexpr (kLeft == 3) multiply_tf32(dqk_part[j], y.low, right.high);
-        multiply_tf32(dqk_part[j], y.high, right.low);
-        multiply_tf32(dqk_part[j], y.high, right.high);
-      }
+    fetch(step + kStages - 1);  // over the piece of the step before, which all have left
+    if (below + 31 < 0) continue;
+    const Pieces<T>& now = pieces[step % kStages];
+    if (of_dy) {
+      multiply_pieces<kLeft>(sum, now.dy, now.delta, warp_row, warp_column, below);
+    } else {
+      multiply_pieces<3>(sum, now.du, now.delta, warp_row, warp_column, below);
     }
+  }
+  // da gets <du, delta> for now. Entries above the diagonal of a tile on it are zero; tiles above it are not read.
+  float* to = (of_dy ? a.dqk : a.da) + chunk_index * a.chunk * a.chunk;
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        da[j][i] += da_part[j][i];
-        dqk[j][i] += dqk_part[j][i];
+        const int t = row0 + warp_row + 16 * m + sum_row(i), u = column0 + warp_column + 8 * j + sum_column(i);
+        if (t < a.chunk && u < a.chunk) to[t * a.chunk + u] = u < t || (of_dy && u == t) ? sum[m][j][i] : 0.0f;
       }
-    }
-  }
-  // da gets <du, delta> for now. Entries above the diagonal of a tile on it are zero; tiles above it are not read.
-  const int64_t square = chunk_index * a.chunk * a.chunk;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int t = row0 + warp_row + sum_row(i), u = column0 + warp_column + 8 * j + sum_column(i);
-      if (t >= a.chunk || u >= a.chunk) continue;
-      a.da[square + static_cast<int64_t>(t) * a.chunk + u] = u < t ? da[j][i] : 0.0f;
-      a.dqk[square + static_cast<int64_t>(t) * a.chunk + u] = u <= t ? dqk[j][i] : 0.0f;
     }
   }
 }
@@ -194,8 +256,10 @@ cudaError_t square_gradients(const Backward& b, Launch where) {
   a.chunk = static_cast<int>(s.chunk);
   a.tiles = static_cast<int>(div_up(s.chunk, kRows));
   a.rows = s.streams * a.chunks * s.chunk;
-  const cudaError_t error = launch(b.dtype == DType::bf16 ? products_kernel<bf16> : products_kernel<float>,
-                                   dim3(s.streams * a.chunks * (a.tiles * (a.tiles + 1) / 2)), kThreads, 0, where, a);
+  const bool wide = b.dtype == DType::f32;
+  const cudaError_t error = launch(wide ? products_kernel<float> : products_kernel<bf16>,
+                                   dim3(s.streams * a.chunks * (a.tiles * (a.tiles + 1) / 2)), kThreads,
+                                   kStages * (wide ? sizeof(Pieces<float>) : sizeof(Pieces<bf16>)), where, a);
   if (error != cudaSuccess) return error;
   return launch(rows_kernel, dim3(div_up(a.rows, kThreads / 32)), kThreads, 0, where, a);
 }
