@@ -37,22 +37,6 @@ template <class T>
 struct Piece {
   T value[kRows][kStride];
 
-  // Of `rows` rows from `from` on, columns c0 on; zeros below them and past `width`.
-  __device__ void fetch(const T* from, int rows, int64_t c0, int64_t width) {
-    constexpr int kEach = kVector<T>, kVectors = kDepth / kEach;
-    const bool vectors = width % kEach == 0;
-#pragma unroll
-    for (int i = threadIdx.x; i < kRows * kVectors; i += kThreads) {
-      const int t = i / kVectors, c = i % kVectors * kEach;
-      const T* row = from + t * width + c0 + c;
-      if (vectors) {
-        const bool inside = t < rows && c0 + c < width;
-        copy_async(reinterpret_cast<float*>(&value[t][c]), reinterpret_cast<const float*>(inside ? row : from), inside);
-      } else {
-        for (int k = 0; k < kEach; ++k) value[t][c + k] = t < rows && c0 + c + k < width ? row[k] : T(0.0f);
-      }
-    }
-  }
   // Columns c and c + 1 of a row; c is even.
   __device__ float2 pair(int row, int c) const {
     if constexpr (sizeof(T) == 4) {
@@ -64,15 +48,53 @@ struct Piece {
   }
 };
 
+// Where the pieces come from: rows from `from` on, of which `rows` are those of the chunk. A thread copies the same
+// columns of every kBetween-th row.
+template <class T>
+struct Source {
+  static constexpr int kEach = kVector<T>, kVectors = kDepth / kEach, kBetween = kThreads / kVectors;
+  const T* from;  // the thread's first
+  int row, column, rows;
+
+  __device__ Source(const T* from, int rows, int64_t width)
+      : row(static_cast<int>(threadIdx.x) / kVectors),
+        column(static_cast<int>(threadIdx.x) % kVectors * kEach),
+        rows(rows) {
+    this->from = from + row * width + column;
+  }
+  // Columns c0 .. c0 + kDepth; zeros below the rows and past `width`.
+  __device__ void fetch(Piece<T>& to, int c0, int width) const {
+    const T* at = from + c0;
+    const int64_t stride = static_cast<int64_t>(kBetween) * width;
+    const bool vectors = width % kEach == 0;
+#pragma unroll
+    for (int t = 0; t < kRows; t += kBetween, at += stride) {
+      T* copy = &to.value[row + t][column];
+      if (vectors) {
+        const bool inside = row + t < rows && c0 + column < width;
+        copy_async(reinterpret_cast<float*>(copy), reinterpret_cast<const float*>(at), inside);
+      } else {
+        for (int k = 0; k < kEach; ++k) copy[k] = row + t < rows && c0 + column + k < width ? at[k] : T(0.0f);
+      }
+    }
+  }
+};
+
 template <class T>
 struct Pieces {
   Piece<float> du, delta;
   Piece<T> dy;
 };
 
-// sum += left * right^T of a warp's 32 rows and 32 rows of a piece, where its 16 x 8 tiles reach below the diagonal:
-// where the last row of the tile, counted from the first column of the warp's, is not above its first column.
-template <int kLeft, class L>
+// The TF32 value nearest to x, and what it leaves, of which the tensor cores take the leading bits.
+__device__ inline void split(float x, uint32_t& high, uint32_t& low) {
+  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  low = __float_as_uint(x - __uint_as_float(high));
+}
+
+// sum += left * right^T of a warp's 32 rows and 32 rows of a piece. kWhole: all of it is below the diagonal; else its
+// 16 x 8 tiles are where their last row is not above their first column, `below` rows from the first of the warp's.
+template <int kLeft, bool kWhole, class L>
 __device__ inline void multiply_pieces(float (&sum)[2][4][4], const Piece<L>& left, const Piece<float>& right, int row0,
                                        int column0, int below) {
   const int g = (threadIdx.x & 31) / 4, t = threadIdx.x % 4 * 2;
@@ -81,27 +103,33 @@ __device__ inline void multiply_pieces(float (&sum)[2][4][4], const Piece<L>& le
 #pragma unroll
   for (int c = 0; c < kDepth; c += 8) {
     // In what order the depth is added up is free: a lane takes neighbours.
-    LeftPiece<kLeft> l[2];
+    uint32_t high[2][4], low[2][4];
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       const float2 upper = left.pair(row0 + 16 * m + g, c + t), lower = left.pair(row0 + 16 * m + 8 + g, c + t);
-      l[m].load([&](int r, int d) {
-        const float2 x = r < 8 ? upper : lower;
-        return d < 4 ? x.x : x.y;
-      });
+      const float x[4] = {upper.x, lower.x, upper.y, lower.y};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kLeft == 3) {
+          split(x[i], high[m][i], low[m][i]);
+        } else {
+          high[m][i] = __float_as_uint(x[i]);
+        }
+      }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (below + 31 < 8 * j) continue;
+      if (!kWhole && below + 31 < 8 * j) continue;
       const float2 x = right.pair(column0 + 8 * j + g, c + t);
-      RightPiece<3> r;
-      r.load([&](int d, int) { return d < 4 ? x.x : x.y; });
+      uint32_t right_high[2], right_low[2];
+      split(x.x, right_high[0], right_low[0]);
+      split(x.y, right_high[1], right_low[1]);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        if (below + 16 * m + 15 < 8 * j) continue;
-        if constexpr (kLeft == 3) multiply_tf32(part[m][j], l[m].low, r.high);
-        multiply_tf32(part[m][j], l[m].high, r.low);
-        multiply_tf32(part[m][j], l[m].high, r.high);
+        if (!kWhole && below + 16 * m + 15 < 8 * j) continue;
+        if constexpr (kLeft == 3) multiply_tf32(part[m][j], low[m], right_high);
+        multiply_tf32(part[m][j], high[m], right_low);
+        multiply_tf32(part[m][j], high[m], right_high);
       }
     }
   }
@@ -128,17 +156,16 @@ __global__ void __launch_bounds__(kThreads, 2) products_kernel(const __grid_cons
   const int64_t chunk_index = blockIdx.x / pairs, p = chunk_index / a.chunks, n = chunk_index % a.chunks;
   const int tokens = static_cast<int>(min(static_cast<int64_t>(a.chunk), a.tokens - n * a.chunk));
   const int64_t token = p * a.tokens + n * a.chunk;
-  const float* du_rows = a.dv + (token + row0) * a.width;
-  const T* dy_rows = static_cast<const T*>(a.dy) + (token + row0) * a.width;
-  const float* delta_rows = a.delta + (token + column0) * a.width;
-  const int steps = static_cast<int>((a.width + kDepth - 1) / kDepth);
+  const Source<float> du(a.dv + (token + row0) * a.width, tokens - row0, a.width);
+  const Source<float> delta(a.delta + (token + column0) * a.width, tokens - column0, a.width);
+  const Source<T> dy(static_cast<const T*>(a.dy) + (token + row0) * a.width, tokens - row0, a.width);
+  const int width = static_cast<int>(a.width), steps = (width + kDepth - 1) / kDepth;
   const auto fetch = [&](int step) {
     if (step < steps) {
       Pieces<T>& to = pieces[step % kStages];
-      const int64_t c = static_cast<int64_t>(step) * kDepth;
-      to.du.fetch(du_rows, tokens - row0, c, a.width);
-      to.delta.fetch(delta_rows, tokens - column0, c, a.width);
-      to.dy.fetch(dy_rows, tokens - row0, c, a.width);
+      du.fetch(to.du, step * kDepth, width);
+      delta.fetch(to.delta, step * kDepth, width);
+      dy.fetch(to.dy, step * kDepth, width);
     }
     end_group();
   };
@@ -156,11 +183,11 @@ __global__ void __launch_bounds__(kThreads, 2) products_kernel(const __grid_cons
     fetch(step + kStages - 1);  // over the piece of the step before, which all have left
     if (below + 31 < 0) continue;
     const Pieces<T>& now = pieces[step % kStages];
-    if (of_dy) {
-      multiply_pieces<kLeft>(sum, now.dy, now.delta, warp_row, warp_column, below);
-    } else {
-      multiply_pieces<3>(sum, now.du, now.delta, warp_row, warp_column, below);
-    }
+    const bool whole = below >= 31;
+    if (of_dy && whole) multiply_pieces<kLeft, true>(sum, now.dy, now.delta, warp_row, warp_column, below);
+    if (of_dy && !whole) multiply_pieces<kLeft, false>(sum, now.dy, now.delta, warp_row, warp_column, below);
+    if (!of_dy && whole) multiply_pieces<3, true>(sum, now.du, now.delta, warp_row, warp_column, below);
+    if (!of_dy && !whole) multiply_pieces<3, false>(sum, now.du, now.delta, warp_row, warp_column, below);
   }
   // da gets <du, delta> for now. Entries above the diagonal of a tile on it are zero; tiles above it are not read.
   float* to = (of_dy ? a.dqk : a.da) + chunk_index * a.chunk * a.chunk;
