@@ -22,7 +22,8 @@ cudaError_t backward(const Backward& b, int stages, int64_t first, int64_t count
       bool overlap = false;
       for (int64_t n = first + count - 1; n >= first; --n) {
         for (const auto launcher : {gather_gradient, du_matmul, gradient_mover}) {
-          const cudaError_t e = launcher(b, n, range, Launch{stream, overlap});
+          // The matmul has few blocks, and everything waits for them.
+          const cudaError_t e = launcher(b, n, range, Launch{stream, overlap, launcher == du_matmul});
           if (e != cudaSuccess) return e;
           overlap = true;
         }

@@ -3,7 +3,14 @@
 // what the token retrieves and what it reads of the old bank come together, for with the write's delta
 //     y = sum over reads of q * (old row, decayed where it is written) + (sum of q * weight) * delta.
 // Few streams are bound by latency, many by the W + R rows read and the W rows written, and by instructions:
-// then slices are wider, for every slice of a stream matches its ids anew.
+// every slice of a stream matches its ids anew and has pages of its own to find, so slices are as wide as leaves enough
+// blocks.
+//
+// Launched to overlap, steps depend on each other through the bank alone: a step reads its tokens, matches their ids
+// and brings its rows into the second-level cache while the steps before it run; then it waits and loads the rows. The
+// bits are the same either way.
+#include <algorithm>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/lists.cuh"
 
@@ -12,9 +19,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMost = 256;  // entries of a token
-constexpr int kBatch = 64;  // written rows, and read rows, that a block holds in registers
-constexpr int64_t kEnoughBlocks = 512;
+constexpr int kMost = 256;                 // entries of a token
+constexpr int kBatch = 64;                 // written rows, and read rows, that a block holds in registers
+constexpr int kParts = kThreads / kBatch;  // threads that look for a write's equals
+constexpr unsigned kMostStreams = 32768;   // along one axis of a grid
 
 struct Params {
   void* bank;
@@ -22,8 +30,9 @@ struct Params {
   const void *k_val, *q_val, *v;
   const float *beta, *g;
   void* y;
-  int64_t width, bank_stride;
-  int slices, writes, reads, gates, streams_per_bank, num_slots;
+  int64_t streams, width, bank_stride;
+  int writes, reads, gates, streams_per_bank, num_slots;
+  bool overlap;  // with the steps before and after
 };
 
 // A row's slice: `kLanes` threads, each with kSteps pieces of V columns.
@@ -44,30 +53,54 @@ struct __align__(16) WrittenRow {
   float decay, weight;   // the new row: decay * row + weight * delta
 };
 
+__device__ inline void prefetch_row(const void* row) { asm volatile("prefetch.global.L2 [%0];" ::"l"(row)); }
+
 template <class T, int V, int L>
 __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kernel(const __grid_constant__ Params a) {
   static_assert(kThreads == kMost, "a thread an entry");
   using S = Slice<V, L>;
   constexpr int kHeld = S::kHeld, kTeams = S::kTeams, kSteps = S::kSteps;
   __shared__ __align__(16) int32_t write_id[kMost], read_id[kMost];
-  __shared__ float kappa[kMost], q[kMost];  // of single entries
-  __shared__ int32_t moved_id[kMost];       // the slot at its first entry, else -1
-  __shared__ WrittenRow factors[kMost];     // at the first entry of a slot, else zeros
-  __shared__ float read_factor[kMost];      // weights of reads of slots that are not written, else 0
-  __shared__ float shared_weight[kWarps];   // sums over slots of the weights of writes times those of reads
+  __shared__ __align__(16) float kappa[kMost], q[kMost];
+  __shared__ float decay[kMost];
+  __shared__ int32_t moved_id[kMost];      // the slot at its first entry, else -1
+  __shared__ WrittenRow factors[kMost];    // at the first entry of a slot, else zeros
+  __shared__ float read_factor[kMost];     // weights of reads of slots that are not written, else 0
+  __shared__ float shared_weight[kWarps];  // sums over slots of the weights of writes times those of reads
   __shared__ __align__(16) float sums[2][kWarps][S::kColumns], delta[S::kColumns];  // retrieved, read
-  const int slice = blockIdx.x % a.slices;
-  const int64_t p = blockIdx.x / a.slices;
+  const int64_t p = blockIdx.y + static_cast<int64_t>(gridDim.y) * blockIdx.z;
+  if (p >= a.streams) return;
   const int lane = threadIdx.x % L, team = threadIdx.x / L;
   const int warp = threadIdx.x / 32, in_warp = threadIdx.x % 32;
-  const int64_t column0 = static_cast<int64_t>(slice) * S::kColumns;
+  const int64_t column0 = static_cast<int64_t>(blockIdx.x) * S::kColumns;
   const int columns = static_cast<int>(min(static_cast<int64_t>(S::kColumns), a.width - column0));
-  T* bank = static_cast<T*>(a.bank) + p / a.streams_per_bank * a.bank_stride + column0;
   const auto id_or_none = [&](int id) {
     return static_cast<unsigned>(id) < static_cast<unsigned>(a.num_slots) ? id : -1;
   };
+  // The step after this one may read its own tokens; it waits for the bank, as this one does below.
+  if (a.overlap) let_next_start();
 
-  wait_for_previous();
+  int write_ids[kHeld], read_ids[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int e = team + k * kTeams;
+    write_ids[k] = e < a.writes ? id_or_none(a.k_idx[p * a.writes + e]) : -1;
+    read_ids[k] = e < a.reads ? id_or_none(a.q_idx[p * a.reads + e]) : -1;
+  }
+  const int entry = threadIdx.x;
+  const bool writes = entry < a.writes, reads = entry < a.reads;
+  const int w_id = writes ? a.k_idx[p * a.writes + entry] : -1, r_id = reads ? a.q_idx[p * a.reads + entry] : -1;
+  const T none{};
+  const T w_weight = writes ? static_cast<const T*>(a.k_val)[p * a.writes + entry] : none;
+  const T r_weight = reads ? static_cast<const T*>(a.q_val)[p * a.reads + entry] : none;
+  const float gate = writes ? a.g[p * a.gates + (a.gates == 1 ? 0 : entry)] : 0.0f;
+  float v = 0, beta = 0;
+  if (entry < columns) {
+    v = to_float(static_cast<const T*>(a.v)[p * a.width + column0 + entry]);
+    beta = a.beta[p];
+  }
+
+  T* bank = static_cast<T*>(a.bank) + (a.streams_per_bank == 1 ? p : p / a.streams_per_bank) * a.bank_stride + column0;
   using Rows = Packed<T, V>[kHeld][kSteps];
   // Rows team + k * kTeams of a batch, from entry `base` on.
   const auto fetch = [&](Rows& rows, int base, auto id_of) {
@@ -83,105 +116,97 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
     }
   };
   const auto moved = [&](int, int e) { return moved_id[e]; };
-  // The rows set out as soon as each thread knows its own; those of repeated entries in vain.
-  int write_ids[kHeld], read_ids[kHeld];
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-    const int e = team + k * kTeams;
-    write_ids[k] = e < a.writes ? id_or_none(a.k_idx[p * a.writes + e]) : -1;
-    read_ids[k] = e < a.reads ? id_or_none(a.q_idx[p * a.reads + e]) : -1;
-  }
-  float v = 0, beta = 0;
+  const auto read = [&](int, int e) { return read_id[e]; };
   Rows written, old;
-  {
-    const int e = threadIdx.x;
-    const bool writes = e < a.writes, reads = e < a.reads;
-    const int w_id = writes ? a.k_idx[p * a.writes + e] : -1, r_id = reads ? a.q_idx[p * a.reads + e] : -1;
-    const T none{};
-    const T w_weight = writes ? static_cast<const T*>(a.k_val)[p * a.writes + e] : none;
-    const T r_weight = reads ? static_cast<const T*>(a.q_val)[p * a.reads + e] : none;
-    const float gate = writes ? a.g[p * a.gates + (a.gates == 1 ? 0 : e)] : 0.0f;
-    if (e < columns) {
-      v = to_float(static_cast<const T*>(a.v)[p * a.width + column0 + e]);
-      beta = a.beta[p];
-    }
+  // The rows set out as soon as each thread knows its own, at least to the second-level cache; those of repeated
+  // entries in vain.
+  if (!a.overlap) {
     fetch(written, 0, [&](int k, int) { return write_ids[k]; });
     fetch(old, 0, [&](int k, int) { return read_ids[k]; });
-    // For now as if no two entries named one slot.
-    const int w = id_or_none(w_id), r = id_or_none(r_id);
-    const float w_value = to_float(w_weight), r_value = to_float(r_weight), factor = expf(gate);
-    write_id[e] = moved_id[e] = w;
-    read_id[e] = r;
-    kappa[e] = w_value;
-    q[e] = r_value;
-    factors[e] = w >= 0 ? WrittenRow{w_value * factor, 0.0f, factor, w_value} : WrittenRow{};
-    read_factor[e] = r >= 0 ? r_value : 0.0f;
-  }
-  __syncthreads();
-  // A warp takes some writes and looks for others of their slots, and for reads, which see them all.
-  const int share = (a.writes + 8 * kWarps - 1) / (8 * kWarps) * 8;  // at most 32
-  const int first = warp * share;
-  unsigned equals = 0;  // of which of them
-  for (int k = 0; k < share; k += 8) {
-    const int4* mine = reinterpret_cast<const int4*>(write_id + first + k);
-    const int4 low = mine[0], high = mine[1];
-    int id[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  } else {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) id[j] = id[j] < 0 ? -2 : id[j];  // no slot equals none
-    const auto compare = [&](int other) {
-      unsigned bits = 0;
+    for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) bits |= other == id[j] ? 1u << j : 0u;
-      return bits;
-    };
-    unsigned found = 0;
-    for (int base = 0; base < a.writes; base += 64) {
-#pragma unroll
-      for (int i = base + in_warp; i < base + 64; i += 32) {
-        const int self = i - (first + k);
-        found |= compare(write_id[i]) & ~(static_cast<unsigned>(self) < 8 ? 1u << self : 0u);
+      for (int s = 0; s < kSteps; ++s) {
+        const int c = S::column(lane, s);
+        if (write_ids[k] >= 0 && c < columns) prefetch_row(bank + write_ids[k] * a.width + c);
+        if (read_ids[k] >= 0 && c < columns) prefetch_row(bank + read_ids[k] * a.width + c);
       }
     }
-    for (int base = 0; base < a.reads; base += 64) {
-      found |= compare(read_id[base + in_warp]) | compare(read_id[base + 32 + in_warp]);
-    }
-    equals |= found << k;
   }
-  equals = __reduce_or_sync(0xffffffffu, equals);
-  // The first write of a slot takes the weights of the others, and of all reads.
+  const int r = id_or_none(r_id);
+  write_id[entry] = moved_id[entry] = id_or_none(w_id);
+  read_id[entry] = r;
+  kappa[entry] = to_float(w_weight);
+  q[entry] = read_factor[entry] = r >= 0 ? to_float(r_weight) : 0.0f;
+  decay[entry] = expf(gate);
+  __syncthreads();
+
+  // kParts threads look for all entries of a write's slot, each at its share of the others. The slot's first write
+  // takes the weights of them all: of the other writes, and of the reads, which see every write.
+  const int part = in_warp % kParts;
   float through = 0;
-  for (; equals != 0; equals &= equals - 1) {
-    const int e = first + __ffs(static_cast<int>(equals)) - 1;
-    const int id = write_id[e];
+  for (int base = 0; base < a.writes; base += kBatch) {
+    const int e = base + static_cast<int>(threadIdx.x) / kParts;
+    const int id = write_id[e] < 0 ? -2 : write_id[e];  // no slot equals none
+    // Which of this thread's share of a batch of entries name the slot, a bit each; adds their weights.
+    const auto look = [&](const int32_t* ids, const float* weights, float& sum) {
+      unsigned found = 0;
+#pragma unroll
+      for (int i = 0; i < kBatch / (4 * kParts); ++i) {
+        const int at = 4 * (kParts * i + part);
+        const int4 other = *reinterpret_cast<const int4*>(ids + at);
+        const float4 weight = *reinterpret_cast<const float4*>(weights + at);
+        const auto compare = [&](int j, int other_id, float other_weight) {
+          if (other_id != id) return;
+          sum += other_weight;
+          found |= 1u << (4 * i + j);
+        };
+        compare(0, other.x, weight.x);
+        compare(1, other.y, weight.y);
+        compare(2, other.z, weight.z);
+        compare(3, other.w, weight.w);
+      }
+      return found;
+    };
+    // Of the lowest bit, within the batch.
+    const auto position = [&](unsigned found) {
+      const int bit = __ffs(static_cast<int>(found)) - 1;
+      return 4 * (kParts * (bit / 4) + part) + bit % 4;
+    };
     float sum = 0, read_sum = 0;
     bool repeats = false;
-    for (int i = in_warp; i < a.writes; i += 32) {
-      if (write_id[i] != id) continue;
-      sum += kappa[i];
-      repeats |= i < e;
+    for (int other = 0; other < a.writes; other += kBatch) {
+      const unsigned found = look(write_id + other, kappa + other, sum);
+      repeats |= found != 0 && other + position(found) < e;
     }
-    if (__any_sync(0xffffffffu, repeats)) {
-      if (in_warp == 0) {
-        moved_id[e] = -1;
-        factors[e] = WrittenRow{};
+    const unsigned repeating = __ballot_sync(0xffffffffu, repeats) & team_mask<kParts>();
+    const bool first = id >= 0 && repeating == 0;
+    for (int other = 0; first && other < a.reads; other += kBatch) {
+      for (unsigned found = look(read_id + other, q + other, read_sum); found != 0; found &= found - 1) {
+        read_factor[other + position(found)] = 0;
       }
-      continue;
     }
-    for (int i = in_warp; i < a.reads; i += 32) {
-      if (read_id[i] != id) continue;
-      read_sum += q[i];
-      read_factor[i] = 0;
+#pragma unroll
+    for (int offset = 1; offset < kParts; offset *= 2) {
+      sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+      read_sum += __shfl_xor_sync(0xffffffffu, read_sum, offset);
     }
-    sum = warp_sum(sum);
-    read_sum = warp_sum(read_sum);
-    if (in_warp == 0) {
-      const float factor = factors[e].decay;
-      factors[e] = WrittenRow{sum * factor, read_sum * factor, factor, sum};
+    if (part == 0) {
+      const float factor = decay[e];
+      if (!first) moved_id[e] = -1;
+      factors[e] = first ? WrittenRow{sum * factor, read_sum * factor, factor, sum} : WrittenRow{};
+      through += first ? sum * read_sum : 0.0f;
     }
-    through += sum * read_sum;
   }
+  through = warp_sum(through);
   if (in_warp == 0) shared_weight[warp] = through;
-  const bool any = __syncthreads_or(threadIdx.x < a.writes && write_id[threadIdx.x] >= 0);
+  const bool any = __syncthreads_or(write_id[threadIdx.x] >= 0);
+  if (a.overlap) {
+    wait_for_previous();
+    fetch(written, 0, [&](int, int e) { return write_id[e]; });
+    fetch(old, 0, read);
+  }
 
   constexpr int kValues = kSteps * V;
   float sum[kValues] = {}, read_sum[kValues] = {};
@@ -203,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
     }
   }
   for (int base = 0; base < a.reads; base += kBatch) {
-    if (base > 0) fetch(old, base, [&](int, int e) { return read_id[e]; });
+    if (base > 0) fetch(old, base, read);
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
       const float factor = read_factor[base + team + k * kTeams];
@@ -260,20 +285,26 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
   };
   if (kKeep) take(0);
   __syncthreads();
+  // Over the warps: what is retrieved, which the writes wait for; what is read by other threads, where there are some.
+  const auto total = [&](int kind, int c) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kWarps; ++k) sum += sums[kind][k][c];
+    return sum;
+  };
   static_assert(S::kColumns <= kThreads);
   if (threadIdx.x < S::kColumns) {
     const int c = threadIdx.x;
-    float total = 0, y = 0, shared = 0;
+    delta[c] = any && c < columns ? beta * (v - total(0, c)) : 0.0f;
+  }
+  constexpr int kFirstReader = 2 * S::kColumns <= kThreads ? S::kColumns : 0;
+  const int reader = static_cast<int>(threadIdx.x) - kFirstReader;
+  const bool reads_out = reader >= 0 && reader < columns;
+  float y = 0, shared = 0;
+  if (reads_out) {
+    y = total(1, reader);
 #pragma unroll
-    for (int k = 0; k < kWarps; ++k) {
-      total += sums[0][k][c];
-      y += sums[1][k][c];
-      shared += shared_weight[k];
-    }
-    const float d = any && c < columns ? beta * (v - total) : 0.0f;
-    delta[c] = d;
-    if (any) y += shared * d;
-    if (c < columns) from_float(static_cast<T*>(a.y) + p * a.width + column0 + c, y);
+    for (int k = 0; k < kWarps; ++k) shared += shared_weight[k];
   }
   __syncthreads();
   for (int base = 0; base < a.writes; base += kBatch) {
@@ -293,17 +324,24 @@ __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kerne
       }
     }
   }
+  if (reads_out) {
+    if (any) y += shared * delta[reader];
+    from_float(static_cast<T*>(a.y) + p * a.width + column0 + reader, y);
+  }
 }
 
-// The widest slices of which there are enough to fill the GPU, and no wider than a row.
+// The widest slices that leave enough blocks, and no wider than a row.
 template <class T, int V, int L>
-cudaError_t start(Params a, int64_t streams, Launch where) {
+cudaError_t start(const Params& a, Launch where) {
   using S = Slice<V, L>;
-  a.slices = static_cast<int>(div_up(a.width, S::kColumns));
-  if constexpr (V > 1 && S::kColumns > kSlice) {
-    if (streams * a.slices < kEnoughBlocks || S::kColumns / 2 >= a.width) return start<T, V, L / 2>(a, streams, where);
+  const int64_t slices = div_up(a.width, S::kColumns);
+  if constexpr (V > 1 && S::kColumns > 64) {
+    constexpr int64_t enough = L == 32 ? 256 : 64;
+    if (a.streams * slices < enough || S::kColumns / 2 >= a.width) return start<T, V, L / 2>(a, where);
   }
-  return launch(decode_kernel<T, V, L>, dim3(streams * a.slices), kThreads, 0, where, a);
+  const unsigned side = static_cast<unsigned>(std::min<int64_t>(a.streams, kMostStreams));
+  const dim3 grid(static_cast<unsigned>(slices), side, side == 0 ? 0 : static_cast<unsigned>(div_up(a.streams, side)));
+  return launch(decode_kernel<T, V, L>, grid, kThreads, 0, where, a);
 }
 
 }  // namespace
@@ -319,17 +357,17 @@ cudaError_t decode(const Decode& d, Launch where) {
                       static_cast<const float*>(d.in.beta),
                       static_cast<const float*>(d.in.g),
                       d.y,
+                      s.streams,
                       s.width,
                       s.slots * s.width,
-                      0,
                       static_cast<int>(s.writes),
                       static_cast<int>(s.reads),
                       static_cast<int>(s.gates),
                       static_cast<int>(s.streams_per_bank),
-                      static_cast<int>(s.slots)};
-  return for_rows(d.dtype, s.width, [&](auto type, auto v) {
-    return start<decltype(type), decltype(v)::value, 32>(params, s.streams, where);
-  });
+                      static_cast<int>(s.slots),
+                      where.overlap};
+  return for_rows(d.dtype, s.width,
+                  [&](auto type, auto v) { return start<decltype(type), decltype(v)::value, 32>(params, where); });
 }
 
 }  // namespace sdm::gpu

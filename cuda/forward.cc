@@ -35,7 +35,8 @@ cudaError_t steps(const Forward& f, int stages, int64_t first, int64_t count, co
   return for_branches(branches, f.shape, 1, [&](Range range, cudaStream_t stream) {
     bool overlap = false;
     const auto run = [&](auto launcher, auto... args) {
-      const cudaError_t error = launcher(f, args..., Launch{stream, overlap});
+      // The matmul has few blocks, and everything waits for them.
+      const cudaError_t error = launcher(f, args..., Launch{stream, overlap, launcher == dual_matmul});
       overlap = true;
       return error;
     };

@@ -9,11 +9,15 @@
 
 namespace sdm::gpu {
 
-// Column ranges are whole slices of this many columns: the 128 bytes of a bfloat16 row that one access
-// of the movers takes.
-inline constexpr int64_t kColumnStep = 64;
+// Columns of a slice of the movers. Narrow ones, 128 bytes of a bfloat16 row, make more warps, which chunks of few tokens
+// need. In long chunks many slots have several entries; a team of lanes mostly looks things up for those, and
+// does so half as often in wide slices. Column ranges are whole slices. `slice_columns` of sdm_jax/_cuda_calls.py agrees.
+inline constexpr int kSlice = 64;
+inline constexpr int kWideSlice = 128;
 
-inline int64_t column_slices(const Shape& s) { return (s.width + kColumnStep - 1) / kColumnStep; }
+inline bool has_wide_slices(const Shape& s) { return s.chunk > 64 && s.width % kWideSlice == 0; }
+inline int64_t slice_columns(const Shape& s) { return has_wide_slices(s) ? kWideSlice : kSlice; }
+inline int64_t column_slices(const Shape& s) { return (s.width + slice_columns(s) - 1) / slice_columns(s); }
 
 // Slices that a block of the backward's movers takes one after another, so that the sums over columns
 // come in `parts` ranges.

@@ -2,7 +2,7 @@
 // - written slots: restores the bank row from the snapshot, takes the dots of the slot and its entries, and
 //   moves the gradient row back through the write, then through the chunk's reads of the slot;
 // - slots that are only read: dots of the bank row with dY, and the gradient row plus what the reads give it.
-// A warp takes up to 32 entries of a token in a slice of 64 columns: the slots that it names first, with the token's
+// A warp takes up to 32 entries of a token in a slice of columns: the slots that it names first, with the token's
 // rows of dret and delta, or of dY, in registers. Moves a gradient row in and out, and a snapshot row in and a bank
 // row out, or a bank row in. Bound by memory.
 //
@@ -50,15 +50,16 @@ struct Params {
   const void* snapshot;
   const float* scale;
   float *dk_eff, *dk_carry, *ddecay, *dq_eff;
-  int64_t width, bank_stride, token_stride, beta_stride, written_stride, row_bytes, part_slots;
+  int64_t width, bank_stride, token_stride, beta_stride, written_stride, part_slots;
   int64_t first_stream;
+  int row_bytes;  // of the snapshot
   int streams, first_part, parts, part_slices, tokens, streams_per_bank, num_slots;
 };
 
 // What a warp works on.
-template <int V>
+template <int V, int Columns>
 struct Place {
-  using Lanes = SliceLanes<V>;
+  using Lanes = SliceLanes<V, Columns>;
   static constexpr int kTeams = 32 / Lanes::lanes;
   int part, lane, team, index;
   int64_t p, bank_base;
@@ -75,10 +76,10 @@ struct Place {
 // to[index], or adds to it what the slices before have given.
 __device__ inline void put(float* to, float x, int slice) { *to = slice > 0 ? *to + x : x; }
 
-template <class T, class G, int V, Quant Q>
-__device__ inline void move_written(const Params& a, const Place<V>& at) {
-  using Lanes = SliceLanes<V>;
-  constexpr int kLanes = Lanes::lanes, kTeams = Place<V>::kTeams;
+template <class T, class G, int V, int Columns, Quant Q>
+__device__ inline void move_written(const Params& a, const Place<V, Columns>& at) {
+  using Lanes = SliceLanes<V, Columns>;
+  constexpr int kLanes = Lanes::lanes, kTeams = Place<V, Columns>::kTeams;
   const unsigned team = team_mask<kLanes>();
   const int64_t p = at.p;
   const Side& side = a.write;
@@ -90,17 +91,21 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
   float* ddecay = a.ddecay + at.part * a.part_slots + p * side.slots_stride;
   const uint8_t* snapshot = static_cast<const uint8_t*>(a.snapshot) + p * side.slots_stride * a.row_bytes;
   const float* scale = a.scale + p * side.slots_stride;
+  const int bank_row = static_cast<int>(a.width * sizeof(T)), grad_row = static_cast<int>(a.width * sizeof(G));
+  const int acc_row = static_cast<int>(a.width * sizeof(float));
   const WarpRecords records = at.records(side, all, true);
   const int token = at.token(side);
   const bool own = all.stored != nullptr && token < a.tokens;
 
   for (int sl = 0; sl < a.part_slices; ++sl) {
-    const int64_t column0 = (static_cast<int64_t>(at.part) * a.part_slices + sl) * kSlice;
+    const int64_t column0 = (static_cast<int64_t>(at.part) * a.part_slices + sl) * Columns;
     if (column0 >= a.width) break;
-    const int columns = static_cast<int>(min(static_cast<int64_t>(kSlice), a.width - column0));
+    const int columns = static_cast<int>(min(static_cast<int64_t>(Columns), a.width - column0));
     T* bank = static_cast<T*>(a.bank) + at.bank_base + column0;
     G* d_bank = static_cast<G*>(a.d_bank) + at.bank_base + column0;
-    const T* dy = static_cast<const T*>(a.dy) + p * a.token_stride + column0;
+    const T* dy_rows = static_cast<const T*>(a.dy) + p * a.token_stride + column0;
+    const float* du_rows = a.du + p * a.token_stride + column0;
+    const float* delta_rows = a.delta + p * a.token_stride + column0;
     // A lane's part of the rows of one token: dret and delta.
     const auto dret_of = [&](int t, int s, float (&x)[V]) {
       const int c = Lanes::column(at.lane, s);
@@ -108,15 +113,16 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
       // du is scaled by -beta; or it comes as dv = beta du.
       float factor = -1.0f;
       if (a.beta != nullptr) {
-        factor = a.written[p * a.written_stride + t] > 0 ? -a.beta[p * a.beta_stride + t] : 0.0f;
+        const float beta = a.beta[p * a.beta_stride + t];
+        factor = a.written[p * a.written_stride + t] > 0 ? -beta : 0.0f;
       }
-      unpack<float, V>(load_row<float, V>(a.du + p * a.token_stride + column0 + t * a.width + c), x);
+      unpack<float, V>(load_row<float, V>(row_at(du_rows + c, t, acc_row)), x);
 #pragma unroll
       for (int j = 0; j < V; ++j) x[j] *= factor;
     };
     const auto delta_of = [&](int t, int s, float (&x)[V]) {
       const int c = Lanes::column(at.lane, s);
-      if (c < columns) load<float, V>(a.delta + p * a.token_stride + column0 + t * a.width + c, x);
+      if (c < columns) load<float, V>(row_at(delta_rows + c, t, acc_row), x);
     };
     Packed<T, V> rows[kHeld][Lanes::steps];
     Packed<G, V> grads[kHeld][Lanes::steps];
@@ -128,9 +134,9 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
         rows[k][s] = {};
         grads[k][s] = {};
         if (slot < 0 || c >= columns) continue;
-        grads[k][s] = load_row<G, V>(d_bank + slot * a.width + c);
+        grads[k][s] = load_row<G, V>(row_at(d_bank + c, slot, grad_row));
         const float row_scale = Q == Quant::fp8 || Q == Quant::int4 ? scale[i] : 0.0f;
-        rows[k][s] = restore<T, V, Q>(snapshot + i * a.row_bytes, row_scale, column0 + c);
+        rows[k][s] = restore<T, V, Q>(row_at(snapshot, i, a.row_bytes), row_scale, column0 + c);
       }
     };
     const auto restore_row = [&](const SlotRecord& record, int k, float (&row)[Lanes::steps][V],
@@ -138,16 +144,16 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
 #pragma unroll
       for (int s = 0; s < Lanes::steps; ++s) {
         const int c = Lanes::column(at.lane, s);
-        if (record.slot() >= 0 && c < columns) store_packed<T, V>(bank + record.slot() * a.width + c, rows[k][s]);
+        if (record.slot() >= 0 && c < columns) store_packed_row<T, V>(row_at(bank + c, record.slot(), bank_row), rows[k][s]);
         unpack<T, V>(rows[k][s], row[s]);
         unpack<G, V>(grads[k][s], grad[s]);
       }
     };
-    const auto store_row = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
+    const auto store_grad = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
 #pragma unroll
       for (int s = 0; s < Lanes::steps; ++s) {
         const int c = Lanes::column(at.lane, s);
-        if (record.slot() >= 0 && c < columns) store<G, V>(d_bank + record.slot() * a.width + c, moved[s]);
+        if (record.slot() >= 0 && c < columns) store_row<G, V>(row_at(d_bank + c, record.slot(), grad_row), moved[s]);
       }
     };
 #pragma unroll
@@ -181,7 +187,7 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
             grad[s][j] = record.decay() * grad[s][j] + record.weight() * dret[s][j];
           }
         }
-        store_row(record, grad);
+        store_grad(record, grad);
       }
       const float dot = team_sums<kLanes>(dots), eff = team_sums<kLanes>(effs), carry = team_sums<kLanes>(carries);
       const SlotRecord record = records.simple_at(base + at.lane / (kLanes / kHeld) * kTeams + at.team);
@@ -208,19 +214,16 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
       }
       dot = team_sum<kLanes>(dot, team) * record.decay();
       if (at.lane == 0) put(ddecay + record.index(), dot, sl);
-      all.for_writes(record, records.position(record), [&](int position, float weight) {
-        const int t = side.by_entries(position);
+      const auto take = [&](int position, float weight, const float (&x)[Lanes::steps][V],
+                            const float (&d)[Lanes::steps][V]) {
         float eff = 0, carry = 0;
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
-          float x[V] = {}, d[V] = {};
-          dret_of(t, s, x);
-          delta_of(t, s, d);
 #pragma unroll
           for (int j = 0; j < V; ++j) {
-            eff += x[j] * row[s][j];
-            carry += d[j] * grad[s][j];
-            moved[s][j] += weight * x[j];
+            eff += x[s][j] * row[s][j];
+            carry += d[s][j] * grad[s][j];
+            moved[s][j] += weight * x[s][j];
           }
         }
         eff = team_sum<kLanes>(eff, team);
@@ -229,7 +232,20 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
           put(dk_eff + position, eff, sl);
           put(dk_carry + position, carry, sl);
         }
-      });
+      };
+      const auto look_up = [&](int position, float weight) {
+        const int t = side.by_entries(position);
+        float x[Lanes::steps][V] = {}, d[Lanes::steps][V] = {};
+#pragma unroll
+        for (int s = 0; s < Lanes::steps; ++s) {
+          dret_of(t, s, x[s]);
+          delta_of(t, s, d[s]);
+        }
+        take(position, weight, x, d);
+      };
+      const int position = records.position(record);
+      if (own) take(position, all.weights[position], dret, delta);  // the first entry is the token's
+      all.for_further_writes(record, look_up);
       if (record.linked()) {
         reads.for_reads(record, record.link(), [&](int position, float weight) {
           const int t = a.read.by_entries(position);
@@ -238,7 +254,7 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
           for (int s = 0; s < Lanes::steps; ++s) {
             const int c = Lanes::column(at.lane, s);
             float y[V] = {};
-            if (c < columns) load<T, V>(dy + t * a.width + c, y);
+            if (c < columns) load<T, V>(row_at(dy_rows + c, t, bank_row), y);
 #pragma unroll
             for (int j = 0; j < V; ++j) {
               sum += y[j] * row[s][j];
@@ -249,33 +265,35 @@ __device__ inline void move_written(const Params& a, const Place<V>& at) {
           if (at.lane == 0) put(dq_eff + position, sum, sl);
         });
       }
-      store_row(record, moved);
+      store_grad(record, moved);
     }
     __syncwarp();
   }
 }
 
-template <class T, class G, int V>
-__device__ inline void move_read(const Params& a, const Place<V>& at) {
-  using Lanes = SliceLanes<V>;
-  constexpr int kLanes = Lanes::lanes, kTeams = Place<V>::kTeams;
+template <class T, class G, int V, int Columns>
+__device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
+  using Lanes = SliceLanes<V, Columns>;
+  constexpr int kLanes = Lanes::lanes, kTeams = Place<V, Columns>::kTeams;
   const unsigned team = team_mask<kLanes>();
   const int64_t p = at.p;
   const Side& side = a.read;
   const SlotRecords all = side.records_of(p, nullptr, a.num_slots);
   float* dq_eff = a.dq_eff + at.part * side.part_entries + p * side.entry_stride;
+  const int bank_row = static_cast<int>(a.width * sizeof(T)), grad_row = static_cast<int>(a.width * sizeof(G));
   const WarpRecords records = at.records(side, all, false);
   const int token = at.token(side);
+  const bool own = all.stored != nullptr && token < a.tokens;
   for (int sl = 0; sl < a.part_slices; ++sl) {
-    const int64_t column0 = (static_cast<int64_t>(at.part) * a.part_slices + sl) * kSlice;
+    const int64_t column0 = (static_cast<int64_t>(at.part) * a.part_slices + sl) * Columns;
     if (column0 >= a.width) break;
-    const int columns = static_cast<int>(min(static_cast<int64_t>(kSlice), a.width - column0));
+    const int columns = static_cast<int>(min(static_cast<int64_t>(Columns), a.width - column0));
     const T* bank = static_cast<const T*>(a.bank) + at.bank_base + column0;
     G* d_bank = static_cast<G*>(a.d_bank) + at.bank_base + column0;
     const T* dy_rows = static_cast<const T*>(a.dy) + p * a.token_stride + column0;
     const auto dy_of = [&](int t, int s, float (&x)[V]) {
       const int c = Lanes::column(at.lane, s);
-      if (c < columns) load<T, V>(dy_rows + t * a.width + c, x);
+      if (c < columns) load<T, V>(row_at(dy_rows + c, t, bank_row), x);
     };
     Packed<T, V> rows[kHeld][Lanes::steps];
     Packed<G, V> grads[kHeld][Lanes::steps];
@@ -286,8 +304,8 @@ __device__ inline void move_read(const Params& a, const Place<V>& at) {
         rows[k][s] = {};
         grads[k][s] = {};
         if (record.slot() < 0 || c >= columns) continue;
-        grads[k][s] = load_row<G, V>(d_bank + record.slot() * a.width + c);
-        rows[k][s] = load_row<T, V>(bank + record.slot() * a.width + c);
+        grads[k][s] = load_row<G, V>(row_at(d_bank + c, record.slot(), grad_row));
+        rows[k][s] = load_row<T, V>(row_at(bank + c, record.slot(), bank_row));
       }
     };
     const auto unpack_row = [&](int k, float (&row)[Lanes::steps][V], float (&grad)[Lanes::steps][V]) {
@@ -297,11 +315,11 @@ __device__ inline void move_read(const Params& a, const Place<V>& at) {
         unpack<G, V>(grads[k][s], grad[s]);
       }
     };
-    const auto store_row = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
+    const auto store_grad = [&](const SlotRecord& record, const float (&moved)[Lanes::steps][V]) {
 #pragma unroll
       for (int s = 0; s < Lanes::steps; ++s) {
         const int c = Lanes::column(at.lane, s);
-        if (record.slot() >= 0 && c < columns) store<G, V>(d_bank + record.slot() * a.width + c, moved[s]);
+        if (record.slot() >= 0 && c < columns) store_row<G, V>(row_at(d_bank + c, record.slot(), grad_row), moved[s]);
       }
     };
 #pragma unroll
@@ -309,7 +327,7 @@ __device__ inline void move_read(const Params& a, const Place<V>& at) {
     float dy[Lanes::steps][V] = {};
 #pragma unroll
     for (int s = 0; s < Lanes::steps; ++s) {
-      if (all.stored != nullptr && token < a.tokens) dy_of(token, s, dy[s]);
+      if (own) dy_of(token, s, dy[s]);
     }
     for (int base = 0; base < records.simple; base += kTeams * kHeld) {
       float dots[kHeld] = {};
@@ -328,7 +346,7 @@ __device__ inline void move_read(const Params& a, const Place<V>& at) {
             grad[s][j] += record.weight() * dy[s][j];
           }
         }
-        store_row(record, grad);
+        store_grad(record, grad);
       }
       const float dot = team_sums<kLanes>(dots);
       const SlotRecord record = records.simple_at(base + at.lane / (kLanes / kHeld) * kTeams + at.team);
@@ -339,32 +357,39 @@ __device__ inline void move_read(const Params& a, const Place<V>& at) {
       load_rows(record, 0);
       float row[Lanes::steps][V], grad[Lanes::steps][V];
       unpack_row(0, row, grad);
-      all.for_reads(record, records.position(record), [&](int position, float weight) {
+      const auto take = [&](int position, float weight, const float (&y)[Lanes::steps][V]) {
         float sum = 0;
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
-          float y[V] = {};
-          dy_of(side.by_entries(position), s, y);
 #pragma unroll
           for (int j = 0; j < V; ++j) {
-            sum += y[j] * row[s][j];
-            grad[s][j] += weight * y[j];
+            sum += y[s][j] * row[s][j];
+            grad[s][j] += weight * y[s][j];
           }
         }
         sum = team_sum<kLanes>(sum, team);
         if (at.lane == 0) put(dq_eff + position, sum, sl);
-      });
-      store_row(record, grad);
+      };
+      const auto look_up = [&](int position, float weight) {
+        float y[Lanes::steps][V] = {};
+#pragma unroll
+        for (int s = 0; s < Lanes::steps; ++s) dy_of(side.by_entries(position), s, y[s]);
+        take(position, weight, y);
+      };
+      const int position = records.position(record);
+      if (own) take(position, record.weight(), dy);  // the first entry is the token's
+      all.for_reads(record, record.next(), look_up);
+      store_grad(record, grad);
     }
     __syncwarp();
   }
 }
 
-template <class T, class G, int V, Quant Q>
+template <class T, class G, int V, int Columns, Quant Q>
 __global__ void __launch_bounds__(kThreads, V == 1 ? 1 : 3) gradient_mover_kernel(const __grid_constant__ Params a) {
   __shared__ SlotRecord records[kWarps][kItems];
-  using Lanes = SliceLanes<V>;
-  Place<V> at;
+  using Lanes = SliceLanes<V, Columns>;
+  Place<V, Columns> at;
   // Slots that are only read come first: they have nothing to wait for.
   const int read_blocks = a.streams * a.read.groups * a.parts;
   const bool reads = static_cast<int>(blockIdx.x) < read_blocks;
@@ -378,26 +403,26 @@ __global__ void __launch_bounds__(kThreads, V == 1 ? 1 : 3) gradient_mover_kerne
   at.bank_base = at.p / a.streams_per_bank * a.bank_stride;
   at.shared = records[warp];
   if (reads) {
-    move_read<T, G, V>(a, at);
+    move_read<T, G, V, Columns>(a, at);
   } else {
-    move_written<T, G, V, Q>(a, at);
+    move_written<T, G, V, Columns, Q>(a, at);
   }
   let_next_start();
 }
 
-template <class T, class G, int V>
+template <class T, class G, int V, int Columns>
 auto kernel_for(Quant quant) {
   switch (quant) {
     case Quant::none:
-      return gradient_mover_kernel<T, G, V, Quant::none>;
+      return gradient_mover_kernel<T, G, V, Columns, Quant::none>;
     case Quant::bf16:
-      return gradient_mover_kernel < T, G, V, std::is_same_v<T, bf16> ? Quant::none : Quant::bf16 > ;
+      return gradient_mover_kernel < T, G, V, Columns, std::is_same_v<T, bf16> ? Quant::none : Quant::bf16 > ;
     case Quant::fp8:
-      return gradient_mover_kernel<T, G, V, Quant::fp8>;
+      return gradient_mover_kernel<T, G, V, Columns, Quant::fp8>;
     case Quant::int4:
       break;
   }
-  return gradient_mover_kernel<T, G, V, Quant::int4>;
+  return gradient_mover_kernel<T, G, V, Columns, Quant::int4>;
 }
 
 cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool read, Launch where) {
@@ -442,7 +467,7 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
   a.written = k.writes == nullptr ? nullptr : k.writes + c.stored_token;
   a.dy = b.dtype == DType::bf16 ? static_cast<const void*>(at<bf16>(b.dy, c.token * s.width))
                                 : static_cast<const void*>(at<float>(b.dy, c.token * s.width));
-  a.row_bytes = snapshot_row_bytes(b.quant, element, s.width);
+  a.row_bytes = static_cast<int>(snapshot_row_bytes(b.quant, element, s.width));
   a.snapshot = at<char>(b.snapshot, first * a.row_bytes);
   a.scale = b.scale == nullptr ? nullptr : b.scale + first;
   a.dk_eff = at<float>(b.dk_eff, c.token * s.writes);
@@ -456,10 +481,10 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
   a.written_stride = s.stored_tokens;
   a.part_slots = s.streams * s.stored_chunks * s.write_slots;
   a.part_slices = static_cast<int>(part_slices(s, b.parts));
-  a.first_part = static_cast<int>(range.begin / (kSlice * a.part_slices));
+  a.first_part = static_cast<int>(range.begin / (slice_columns(s) * a.part_slices));
   a.first_stream = range.first_stream;
   a.streams = static_cast<int>(range.streams);
-  a.parts = static_cast<int>(div_up(range.end - range.begin, kSlice * a.part_slices));
+  a.parts = static_cast<int>(div_up(range.end - range.begin, slice_columns(s) * a.part_slices));
   a.tokens = c.tokens;
   a.streams_per_bank = static_cast<int>(s.streams_per_bank);
   a.num_slots = static_cast<int>(s.slots);
@@ -467,8 +492,11 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
     using T = decltype(type);
     using G = decltype(grad);
     constexpr int V = decltype(v)::value;
-    return launch(kernel_for<T, G, V>(b.quant), dim3(a.parts * (a.write.groups + a.read.groups) * range.streams),
-                  kThreads, 0, where, a);
+    auto kernel = kernel_for<T, G, V, kSlice>(b.quant);
+    if constexpr (V > 1) {
+      if (has_wide_slices(s)) kernel = kernel_for<T, G, V, kWideSlice>(b.quant);
+    }
+    return launch(kernel, dim3(a.parts * (a.write.groups + a.read.groups) * range.streams), kThreads, 0, where, a);
   };
   return for_rows(b.dtype, s.width, [&](auto type, auto v) {
     if (b.dtype == b.grad_dtype) return run(type, type, v);

@@ -9,13 +9,15 @@
 namespace sdm::gpu {
 
 // Where a kernel goes. `overlap`: it may start while the kernel before it in the stream ends
-// (programmatic dependent launch); only between kernels of this core.
+// (programmatic dependent launch); only between kernels of this core. `urgent`: its blocks come before those of other
+// kernels that wait for a place on the device.
 struct Launch {
   cudaStream_t stream = nullptr;
   bool overlap = false;
+  bool urgent = false;
 };
 
-// Columns [begin, end) of the rows of some streams; begin is a multiple of kColumnStep. Neither columns nor
+// Columns [begin, end) of the rows of some streams; begin is a multiple of slice_columns. Neither columns nor
 // streams meet in Phase 2.
 struct Range {
   int64_t begin;
@@ -62,6 +64,8 @@ cudaError_t square_gradients(const Backward& b, Launch where);
 cudaError_t add_parts(const Backward& b, Launch where);
 cudaError_t phase1_backward(const Backward& b, Launch where);
 
+// With `overlap` it reads all but the bank while kernels ahead of it still run, back to the last one that was launched
+// without: none of them may write its tokens.
 cudaError_t decode(const Decode& d, Launch where);
 
 // float32 and bfloat16 scores, at most kMostFactors factors.

@@ -1,6 +1,6 @@
 // Mover: M[s] <- exp(L) M[s] + sum of k_carry delta, one visit of a row for each distinct slot of a
 // chunk, which also stores the row as the snapshot where no scale is needed (sections 3 and 5 of the
-// specification). A warp takes up to 32 entries of a token in a slice of 64 columns: the slots that it names first,
+// specification). A warp takes up to 32 entries of a token in a slice of columns: the slots that it names first,
 // with the token's row of delta in registers. Moves each written row in and out once (its read comes out of
 // the cache that the gather filled); bound by memory.
 //
@@ -33,9 +33,9 @@ struct Params {
   Divider by_writes;
 };
 
-template <class T, int V, Save S>
+template <class T, int V, int Columns, Save S>
 __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constant__ Params a) {
-  using Lanes = SliceLanes<V>;
+  using Lanes = SliceLanes<V, Columns>;
   constexpr int kTeams = 32 / Lanes::lanes;
   __shared__ SlotRecord shared[kWarps][kItems];
   const int slice = blockIdx.x % a.slices, group = blockIdx.x / a.slices % a.groups;
@@ -43,9 +43,10 @@ __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constan
   const int warp = threadIdx.x / 32, team = threadIdx.x % 32 / Lanes::lanes, lane = threadIdx.x % Lanes::lanes;
   // The token, and which of its entries; without records items are slots, and there is no token.
   const int index = group * kWarps + warp, token = index / a.token_warps, skipped = index % a.token_warps * kItems;
-  const int64_t column0 = a.begin + slice * kSlice;
-  const int columns = min(kSlice, a.columns - slice * kSlice);
+  const int64_t column0 = a.begin + slice * Columns;
+  const int columns = min(Columns, a.columns - slice * Columns);
   T* bank = static_cast<T*>(a.bank) + p / a.streams_per_bank * a.bank_stride + column0;
+  const int row_bytes = static_cast<int>(a.width * sizeof(T));
   const SlotLists lists{a.slots + p * a.slots_stride,
                         a.starts + p * a.starts_stride,
                         a.order + p * a.order_stride,
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constan
     for (int s = 0; s < Lanes::steps; ++s) {
       const int c = Lanes::column(lane, s);
       packed[k][s] = {};
-      if (record.slot() >= 0 && c < columns) packed[k][s] = load_row<T, V>(bank + record.slot() * a.width + c);
+      if (record.slot() >= 0 && c < columns) packed[k][s] = load_row<T, V>(row_at(bank + c, record.slot(), row_bytes));
     }
   };
 #pragma unroll
@@ -98,13 +99,14 @@ __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constan
 #pragma unroll
     for (int s = 0; s < Lanes::steps; ++s) {
       const int c = Lanes::column(lane, s);
-      if (c < columns) store<T, V>(bank + record.slot() * a.width + c, row[s]);
+      if (c < columns) store_row<T, V>(row_at(bank + c, record.slot(), row_bytes), row[s]);
     }
   };
+  const bool own = all.stored != nullptr && token < a.tokens;
   float delta[Lanes::steps][V] = {};
 #pragma unroll
   for (int s = 0; s < Lanes::steps; ++s) {
-    if (all.stored != nullptr && token < a.tokens) delta_of(token, s, delta[s]);
+    if (own) delta_of(token, s, delta[s]);
   }
   for (int base = 0; base < records.simple; base += kTeams * kHeld) {
 #pragma unroll
@@ -127,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constan
     const SlotRecord record = records.other_at(i);
     load_rows(record, 0);
     move(record, 0, [&](float (&row)[Lanes::steps][V]) {
-      all.for_writes(record, records.position(record), [&](int position, float weight) {
+      const auto look_up = [&](int position, float weight) {
 #pragma unroll
         for (int s = 0; s < Lanes::steps; ++s) {
           float d[V] = {};
@@ -135,7 +137,16 @@ __global__ void __launch_bounds__(kThreads, 3) mover_kernel(const __grid_constan
 #pragma unroll
           for (int j = 0; j < V; ++j) row[s][j] += weight * d[j];
         }
-      });
+      };
+      if (own) {  // the first entry is the token's
+        const float weight = all.weights[records.position(record)];
+#pragma unroll
+        for (int s = 0; s < Lanes::steps; ++s) {
+#pragma unroll
+          for (int j = 0; j < V; ++j) row[s][j] += weight * delta[s][j];
+        }
+      }
+      all.for_further_writes(record, look_up);
     });
   }
   let_next_start();
@@ -167,7 +178,7 @@ cudaError_t mover(const Forward& f, int64_t n, Range range, Launch where) {
   a.begin = range.begin;
   a.first_stream = range.first_stream;
   a.columns = static_cast<int>(range.end - range.begin);
-  a.slices = static_cast<int>(div_up(a.columns, kSlice));
+  a.slices = static_cast<int>(div_up(a.columns, slice_columns(s)));
   a.tokens = c.tokens;
   a.most = static_cast<int>(s.write_slots);
   a.entries = c.tokens * static_cast<int>(s.writes);
@@ -189,11 +200,19 @@ cudaError_t mover(const Forward& f, int64_t n, Range range, Launch where) {
   return for_rows(f.dtype, s.width, [&](auto type, auto v) {
     using T = decltype(type);
     constexpr int V = decltype(v)::value;
-    auto kernel = mover_kernel<T, V, Save::none>;
-    if (saves) {
-      kernel = quant == Quant::none ? mover_kernel<T, V, Save::row> : mover_kernel<T, V, Save::bf16>;
+    const auto run = [&](auto columns) {
+      constexpr int kColumns = decltype(columns)::value;
+      auto kernel = mover_kernel<T, V, kColumns, Save::none>;
+      if (saves) {
+        kernel = quant == Quant::none ? mover_kernel<T, V, kColumns, Save::row>
+                                      : mover_kernel<T, V, kColumns, Save::bf16>;
+      }
+      return launch(kernel, dim3(a.slices * a.groups * range.streams), kThreads, 0, where, a);
+    };
+    if constexpr (V > 1) {
+      if (has_wide_slices(s)) return run(std::integral_constant<int, kWideSlice>{});
     }
-    return launch(kernel, dim3(a.slices * a.groups * range.streams), kThreads, 0, where, a);
+    return run(std::integral_constant<int, kSlice>{});
   });
 }
 

@@ -25,9 +25,6 @@ SLAB_TASKS = 512
 # Custom calls that the steps of a call are split into.
 STEP_CALLS = 3
 
-# Columns of a slice of the backward's movers; sums over columns come in one part a slice.
-SLICE_COLUMNS = 64
-
 
 class Stage(enum.IntFlag):
     """The stages of the forward, as in cuda/launch.h."""
@@ -174,9 +171,14 @@ def backward_parts(sizes: Sizes) -> list[dict[str, int]]:
     return [part(BackwardStage.PREPARE), *steps, *map(part, last)]
 
 
+def slice_columns(sizes: Sizes) -> int:
+    """Columns of a slice of the movers, as cuda/geometry.h has it."""
+    return 128 if sizes.chunk > 64 and sizes.width % 128 == 0 else 64
+
+
 def column_parts(sizes: Sizes) -> int:
-    """Column ranges whose sums the backward's movers keep apart."""
-    return -(-sizes.width // SLICE_COLUMNS)
+    """Column ranges whose sums the backward's movers keep apart: the slices."""
+    return -(-sizes.width // slice_columns(sizes))
 
 
 def backward_arrays(sizes: Sizes, acc: Any) -> list[jax.ShapeDtypeStruct]:

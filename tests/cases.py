@@ -81,6 +81,7 @@ SHAPES = [
     Case("whole_chunks", tokens=48, chunk=16),
     Case("odd_chunk", tokens=60, chunk=23, slots=40),
     Case("large_chunk", tokens=90, chunk=64, slots=300),
+    Case("chunk_above_64", tokens=150, chunk=70, slots=300, width=128, gate_per_write=True),
     Case("one_write", writes=1, reads=1),
     Case("one_write_many_reads", writes=1, reads=8),
     Case("many_writes_one_read", writes=8, reads=1, slots=200),

@@ -20,7 +20,7 @@ cudaError_t for_branches(const Branches& branches, const Shape& s, int64_t slice
   if (count > 1) error = cudaEventRecord(fork, branches.streams[0]);
   for (int i = 1; i < count && error == cudaSuccess; ++i) error = cudaStreamWaitEvent(branches.streams[i], fork, 0);
   for (int i = 0; i < count && error == cudaSuccess; ++i) {
-    const int64_t begin = units * i / count, end = units * (i + 1) / count, step = slices * kColumnStep;
+    const int64_t begin = units * i / count, end = units * (i + 1) / count, step = slices * slice_columns(s);
     const Range range = by_stream ? Range{0, s.width, begin, end - begin}
                                   : Range{begin * step, std::min(s.width, end * step), 0, s.streams};
     error = run(range, branches.streams[i]);

@@ -40,11 +40,21 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, size_t sha
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = where.stream;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = where.overlap ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (where.overlap) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (where.urgent) {
+    int least = 0, greatest = 0;
+    const cudaError_t error = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+    if (error != cudaSuccess) return error;
+    cudaLaunchAttribute& priority = attributes[config.numAttrs++];
+    priority.id = cudaLaunchAttributePriority;
+    priority.val.priority = greatest;
+  }
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 

@@ -87,21 +87,24 @@ struct SlotRecords {
   // Calls f(position, weight) for the entries of a written slot whose record is at `position`.
   template <class F>
   __device__ void for_writes(const SlotRecord& record, int position, F f) const {
-    if (stored != nullptr && (record.single() || !record.linked())) {
-      f(position, weights[position]);
-      for (int next = record.single() ? -1 : record.link(); next >= 0;) {
-        const SlotRecord other{stored[next]};
-        f(next, other.weight());
-        next = other.next();
-      }
-    } else {
-      for_list(record, f);
+    if (stored != nullptr) f(position, weights[position]);
+    for_further_writes(record, f);
+  }
+  // The same of all but the first entry; without records, of all.
+  template <class F>
+  __device__ void for_further_writes(const SlotRecord& record, F f) const {
+    if (stored != nullptr && record.single()) return;
+    if (stored == nullptr || record.linked()) return for_list(record, stored != nullptr, f);
+    for (int next = record.link(); next >= 0;) {
+      const SlotRecord other{stored[next]};
+      f(next, other.weight());
+      next = other.next();
     }
   }
   // The same of a slot that is read, from the position of its first read.
   template <class F>
   __device__ void for_reads(const SlotRecord& record, int position, F f) const {
-    if (stored == nullptr) return for_list(record, f);
+    if (stored == nullptr) return for_list(record, 0, f);
     while (position >= 0) {
       const SlotRecord entry{stored[position]};
       f(position, entry.weight());
@@ -111,8 +114,8 @@ struct SlotRecords {
 
  private:
   template <class F>
-  __device__ void for_list(const SlotRecord& record, F f) const {
-    for (int e = lists.begin(record.index()); e < lists.end(record.index()); ++e) {
+  __device__ void for_list(const SlotRecord& record, int skipped, F f) const {
+    for (int e = lists.begin(record.index()) + skipped; e < lists.end(record.index()); ++e) {
       const int position = lists.position(e);
       if (position >= 0) f(position, weights[position]);
     }

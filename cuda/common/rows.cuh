@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace sdm::gpu {
 
@@ -141,6 +142,32 @@ __device__ inline void store(T* p, const float (&y)[V]) {
   store_packed<T, V>(p, pack<T, V>(y));
 }
 
+// To a row in global memory, in whole 16-byte accesses: the compiler makes four of one where it is only assigned, in
+// some kernels.
+template <class T, int V>
+__device__ inline void store_packed_row(T* p, const Packed<T, V>& x) {
+  if constexpr (V == 1) {
+    store_packed_streaming<T, V>(p, x);
+  } else {
+#pragma unroll
+    for (int i = 0; i < Packed<T, V>::kWords / 4; ++i) {
+      __stcg(reinterpret_cast<uint4*>(p) + i,
+             make_uint4(x.word[4 * i], x.word[4 * i + 1], x.word[4 * i + 2], x.word[4 * i + 3]));
+    }
+  }
+}
+template <class T, int V>
+__device__ inline void store_row(T* p, const float (&y)[V]) {
+  store_packed_row<T, V>(p, pack<T, V>(y));
+}
+
+// The same column `row` rows further, each `bytes` long.
+template <class T>
+__device__ inline T* row_at(T* first, int row, int bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+  return reinterpret_cast<T*>(reinterpret_cast<Byte*>(first) + static_cast<int64_t>(row) * bytes);
+}
+
 // Two values side by side, or one where `both` is false; `vectors`: pairs are aligned.
 __device__ inline void store_two(float* p, float a, float b, bool both, bool vectors) {
   if (vectors) {
@@ -159,14 +186,12 @@ __device__ inline void store_two(bf16* p, float a, float b, bool both, bool vect
   }
 }
 
-// How the movers split a row: slices of 64 columns, each worked on by `lanes` threads that hold
-// `steps` pieces of V columns.
-inline constexpr int kSlice = 64;
-
-template <int V>
+// How the movers split a row: slices of kSlice or kWideSlice columns (geometry.h), each worked on by `lanes` threads
+// that hold `steps` pieces of V columns.
+template <int V, int Columns>
 struct SliceLanes {
-  static constexpr int lanes = V == 1 ? 32 : kSlice / V;
-  static constexpr int steps = V == 1 ? 2 : 1;
+  static constexpr int lanes = V == 1 ? 32 : Columns / V;
+  static constexpr int steps = V == 1 ? Columns / 32 : 1;
   __device__ static int column(int lane, int step) { return (step * lanes + lane) * V; }
 };
 

@@ -12,6 +12,13 @@ __device__ inline uint32_t to_tf32(float x) {
   return y;
 }
 
+// x in two TF32 parts: `high` rounded, `low` what that leaves, at most 12 bits and a sign, of which the tensor cores
+// take 11 (they ignore the last 13 bits of an operand). `low` is NaN if x is not finite, so that NaN is never lost.
+__device__ inline void split_tf32(float x, uint32_t& high, uint32_t& low) {
+  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
+  low = __float_as_uint(x - __uint_as_float(high));
+}
+
 // sum += left * right for one 16 x 8 x 8 product.
 __device__ inline void multiply_tf32(float (&sum)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
   asm volatile(
@@ -29,11 +36,16 @@ struct LeftPiece {
   template <class At>
   __device__ void load(At at) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const float x[4] = {at(g, t), at(g + 8, t), at(g, t + 4), at(g + 8, t + 4)};
+    set({at(g, t), at(g + 8, t), at(g, t + 4), at(g + 8, t + 4)});
+  }
+  __device__ void set(const float (&x)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      high[i] = to_tf32(x[i]);
-      if constexpr (Products == 3) low[i] = to_tf32(x[i] - __uint_as_float(high[i]));
+      if constexpr (Products == 3) {
+        split_tf32(x[i], high[i], low[i]);
+      } else {
+        high[i] = to_tf32(x[i]);
+      }
     }
   }
 };
@@ -44,11 +56,16 @@ struct RightPiece {
   template <class At>
   __device__ void load(At at) {
     const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const float x[2] = {at(t, g), at(t + 4, g)};
+    set({at(t, g), at(t + 4, g)});
+  }
+  __device__ void set(const float (&x)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      high[i] = to_tf32(x[i]);
-      if constexpr (Products >= 2) low[i] = to_tf32(x[i] - __uint_as_float(high[i]));
+      if constexpr (Products >= 2) {
+        split_tf32(x[i], high[i], low[i]);
+      } else {
+        high[i] = to_tf32(x[i]);
+      }
     }
   }
 };

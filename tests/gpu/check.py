@@ -87,6 +87,7 @@ CASES = {
     "chunk_23_scalar": dict(T=100, S=40, D=17, W=4, R=3, chunk_size=23),
     "chunk_256": dict(P=(1,), T=520, S=5000, D=128, W=64, R=32, chunk_size=256),
     "entries_256": dict(P=(1,), T=300, S=3000, D=64, W=256, R=256, chunk_size=256),
+    "chunk_100": dict(P=(2,), T=250, S=400, D=256, W=40, R=36, G=40, chunk_size=100),
     "dense": dict(P=(2,), T=150, S=32, D=64, W=32, R=32, chunk_size=64),
     "one_slot": dict(P=(2,), T=150, S=1, D=16, W=4, R=4, low=0, high=0),
     "tokens_1": dict(T=1, D=64),
@@ -250,15 +251,15 @@ def main(part=""):
                 bad += 1
                 print("BAD", name, np.dtype(dtype).name, traceback.format_exc(limit=-2)[-1500:], flush=True)
     for mode in ("none", "bf16", "fp8", "int4"):
-        for D in (64, 17):
+        for D, chunk in ((64, 16), (17, 16), (128, 70)):
             for dtype in (np.float32, jnp.bfloat16):
                 name = f"snapshot_{mode}_{D}_{np.dtype(dtype).name}"
                 if part not in name:
                     continue
                 started = time.time()
-                args = make(D=D, S=60, T=70, W=8, R=8)
+                args = make(D=D, S=60, T=90, W=8, R=8)
                 try:
-                    settings = dict(chunk_size=16, snapshot_quant=mode, grad_bank_dtype="float32")
+                    settings = dict(chunk_size=chunk, snapshot_quant=mode, grad_bank_dtype="float32")
                     want = results(args, CPU, dtype, "cpu", **settings)
                     got = results(args, GPU, dtype, "cuda", **settings)
                     lossy = mode != "none"  # a row on the edge between two codes may fall to either side

@@ -29,6 +29,7 @@ CASES = {
     "odd_chunk": (dict(D=64, W=4, R=3, S=40, T=60), 23, "none", jnp.bfloat16),
     "one": (dict(P=(1,), D=1, W=1, R=1, S=1, T=17), 16, "none", jnp.float32),
     "long_chunk": (dict(P=(1,), D=136, W=8, R=8, S=500, T=300), 256, "bf16", jnp.float32),
+    "wide_slices": (dict(D=128, W=8, R=9, S=200, T=150), 70, "none", jnp.bfloat16),
     "many_entries": (dict(P=(1,), D=64, W=256, R=200, S=400, T=20), 16, "none", jnp.bfloat16),
     "streams": (dict(P=(5,), D=64, W=4, R=4, S=50, T=33), 16, "none", jnp.bfloat16),
     "dropped": (dict(D=64, W=4, R=4, S=4, T=33, low=-8), 16, "none", jnp.bfloat16),
