@@ -86,12 +86,6 @@ struct Pieces {
   Piece<T> dy;
 };
 
-// The TF32 value nearest to x, and what it leaves, of which the tensor cores take the leading bits.
-__device__ inline void split(float x, uint32_t& high, uint32_t& low) {
-  high = (__float_as_uint(x) + 0x1000u) & 0xffffe000u;
-  low = __float_as_uint(x - __uint_as_float(high));
-}
-
 // sum += left * right^T of a warp's 32 rows and 32 rows of a piece. kWhole: all of it is below the diagonal; else its
 // 16 x 8 tiles are where their last row is not above their first column, `below` rows from the first of the warp's.
 template <int kLeft, bool kWhole, class L>
@@ -111,7 +105,7 @@ __device__ inline void multiply_pieces(float (&sum)[2][4][4], const Piece<L>& le
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if constexpr (kLeft == 3) {
-          split(x[i], high[m][i], low[m][i]);
+          split_tf32(x[i], high[m][i], low[m][i]);
         } else {
           high[m][i] = __float_as_uint(x[i]);
         }
@@ -122,8 +116,8 @@ __device__ inline void multiply_pieces(float (&sum)[2][4][4], const Piece<L>& le
       if (!kWhole && below + 31 < 8 * j) continue;
       const float2 x = right.pair(column0 + 8 * j + g, c + t);
       uint32_t right_high[2], right_low[2];
-      split(x.x, right_high[0], right_low[0]);
-      split(x.y, right_high[1], right_low[1]);
+      split_tf32(x.x, right_high[0], right_low[0]);
+      split_tf32(x.y, right_high[1], right_low[1]);
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
         if (!kWhole && below + 16 * m + 15 < 8 * j) continue;
