@@ -12,7 +12,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = 64;
 constexpr int kDepth = 32;
-constexpr int kStride = kDepth + 4;  // 16-byte loads of eight rows side by side touch all banks
+constexpr int kStride = kDepth + 8;  // pairs of four rows side by side touch all banks
+constexpr int kStages = 3;           // pieces of kDepth columns on chip or on their way
 
 struct Params {
   const float *a, *beta, *error, *delta;
@@ -23,27 +24,124 @@ struct Params {
   int chunk, tiles;
 };
 
+// Groups of copies: those of a piece.
+__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// For all but the newest `Newest` groups.
+template <int Newest>
+__device__ inline void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Newest) : "memory");
+}
+
+// A piece of kRows rows, as it lies in memory.
 template <class T>
-__device__ inline float4 load_four(const T* row, int64_t c, int64_t width, bool vectors) {
-  float x[4] = {};
-  if (vectors) {
-    if (c < width) {
-      if constexpr (sizeof(T) == 4) return *reinterpret_cast<const float4*>(row + c);
-      const uint2 q = *reinterpret_cast<const uint2*>(row + c);
-      return make_float4(__uint_as_float(q.x << 16), __uint_as_float(q.x & 0xffff0000u), __uint_as_float(q.y << 16),
-                         __uint_as_float(q.y & 0xffff0000u));
+struct Piece {
+  T value[kRows][kStride];
+
+  // Columns c and c + 1 of a row; c is even.
+  __device__ float2 pair(int row, int c) const {
+    if constexpr (sizeof(T) == 4) {
+      return *reinterpret_cast<const float2*>(&value[row][c]);
+    } else {
+      const uint32_t both = *reinterpret_cast<const uint32_t*>(&value[row][c]);
+      return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xffff0000u));
     }
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = c + i < width ? to_float(row[c + i]) : 0.0f;
   }
-  return make_float4(x[0], x[1], x[2], x[3]);
+};
+
+// Where the pieces come from: rows from `from` on, of which `rows` are those of the chunk. A thread copies the same
+// columns of every kBetween-th row.
+template <class T>
+struct Source {
+  static constexpr int kEach = kVector<T>, kVectors = kDepth / kEach, kBetween = kThreads / kVectors;
+  const T* from;  // the thread's first
+  int row, column, rows;
+
+  __device__ Source(const T* from, int rows, int64_t width)
+      : row(static_cast<int>(threadIdx.x) / kVectors),
+        column(static_cast<int>(threadIdx.x) % kVectors * kEach),
+        rows(rows) {
+    this->from = from + row * width + column;
+  }
+  // Columns c0 .. c0 + kDepth; zeros below the rows and past `width`.
+  __device__ void fetch(Piece<T>& to, int c0, int width) const {
+    const T* at = from + c0;
+    const int64_t stride = static_cast<int64_t>(kBetween) * width;
+    const bool vectors = width % kEach == 0;
+#pragma unroll
+    for (int t = 0; t < kRows; t += kBetween, at += stride) {
+      T* copy = &to.value[row + t][column];
+      if (vectors) {
+        const bool inside = row + t < rows && c0 + column < width;
+        copy_async(reinterpret_cast<float*>(copy), reinterpret_cast<const float*>(at), inside);
+      } else {
+        for (int k = 0; k < kEach; ++k) copy[k] = row + t < rows && c0 + column + k < width ? at[k] : T(0.0f);
+      }
+    }
+  }
+};
+
+template <class T>
+struct Pieces {
+  Piece<float> du, delta;
+  Piece<T> dy;
+};
+
+// sum += left * right^T of a warp's 32 rows and 32 rows of a piece. kWhole: all of it is below the diagonal; else its
+// 16 x 8 tiles are where their last row is not above their first column, `below` rows from the first of the warp's.
+template <int kLeft, bool kWhole, class L>
+__device__ inline void multiply_pieces(float (&sum)[2][4][4], const Piece<L>& left, const Piece<float>& right, int row0,
+                                       int column0, int below) {
+  const int g = (threadIdx.x & 31) / 4, t = threadIdx.x % 4 * 2;
+  // The tensor cores cut off what they add up; a float32 addition for every piece keeps that small.
+  float part[2][4][4] = {};
+#pragma unroll
+  for (int c = 0; c < kDepth; c += 8) {
+    // In what order the depth is added up is free: a lane takes neighbours.
+    uint32_t high[2][4], low[2][4];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      const float2 upper = left.pair(row0 + 16 * m + g, c + t), lower = left.pair(row0 + 16 * m + 8 + g, c + t);
+      const float x[4] = {upper.x, lower.x, upper.y, lower.y};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kLeft == 3) {
+          split_tf32(x[i], high[m][i], low[m][i]);
+        } else {
+          high[m][i] = __float_as_uint(x[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (!kWhole && below + 31 < 8 * j) continue;
+      const float2 x = right.pair(column0 + 8 * j + g, c + t);
+      uint32_t right_high[2], right_low[2];
+      split_tf32(x.x, right_high[0], right_low[0]);
+      split_tf32(x.y, right_high[1], right_low[1]);
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        if (!kWhole && below + 16 * m + 15 < 8 * j) continue;
+        if constexpr (kLeft == 3) multiply_tf32(part[m][j], low[m], right_high);
+        multiply_tf32(part[m][j], high[m], right_low);
+        multiply_tf32(part[m][j], high[m], right_high);
+      }
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < 2; ++m) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[m][j][i] += part[m][j][i];
+    }
+  }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) products_kernel(const __grid_constant__ Params a) {
+__global__ void __launch_bounds__(kThreads, 2) products_kernel(const __grid_constant__ Params a) {
   constexpr int kLeft = sizeof(T) == 4 ? 3 : 2;
-  __shared__ __align__(16) float du[kRows][kStride], dy[kRows][kStride], delta[kRows][kStride];
+  extern __shared__ __align__(16) unsigned char shared[];
+  Pieces<T>* pieces = reinterpret_cast<Pieces<T>*>(shared);
   // Tiles on and below the diagonal, row by row.
   const int pairs = a.tiles * (a.tiles + 1) / 2;
   int pair = blockIdx.x % pairs, tile_row = 0;
@@ -52,65 +150,50 @@ __global__ void __launch_bounds__(kThreads) products_kernel(const __grid_constan
   const int64_t chunk_index = blockIdx.x / pairs, p = chunk_index / a.chunks, n = chunk_index % a.chunks;
   const int tokens = static_cast<int>(min(static_cast<int64_t>(a.chunk), a.tokens - n * a.chunk));
   const int64_t token = p * a.tokens + n * a.chunk;
-  const float* du_rows = a.dv + (token + row0) * a.width;
-  const T* dy_rows = static_cast<const T*>(a.dy) + (token + row0) * a.width;
-  const float* delta_rows = a.delta + (token + column0) * a.width;
-  const bool vectors = a.width % 4 == 0;
-  // A warp's 16 rows by 32 columns.
-  const int warp = threadIdx.x / 32, warp_row = warp % 4 * 16, warp_column = warp / 4 * 32;
-  const bool below = row0 + warp_row + 15 >= column0 + warp_column;
-  float da[4][4] = {}, dqk[4][4] = {};
-  for (int64_t c0 = 0; c0 < a.width; c0 += kDepth) {
-    __syncthreads();
-#pragma unroll
-    for (int i = threadIdx.x; i < kRows * kDepth / 4; i += kThreads) {
-      const int t = i / (kDepth / 4), c = i % (kDepth / 4) * 4;
-      const float4 zero = make_float4(0, 0, 0, 0);
-      const bool left = row0 + t < tokens, right = column0 + t < tokens;
-      *reinterpret_cast<float4*>(&du[t][c]) = left ? load_four(du_rows + t * a.width, c0 + c, a.width, vectors) : zero;
-      *reinterpret_cast<float4*>(&dy[t][c]) = left ? load_four(dy_rows + t * a.width, c0 + c, a.width, vectors) : zero;
-      *reinterpret_cast<float4*>(&delta[t][c]) =
-          right ? load_four(delta_rows + t * a.width, c0 + c, a.width, vectors) : zero;
+  const Source<float> du(a.dv + (token + row0) * a.width, tokens - row0, a.width);
+  const Source<float> delta(a.delta + (token + column0) * a.width, tokens - column0, a.width);
+  const Source<T> dy(static_cast<const T*>(a.dy) + (token + row0) * a.width, tokens - row0, a.width);
+  const int width = static_cast<int>(a.width), steps = (width + kDepth - 1) / kDepth;
+  const auto fetch = [&](int step) {
+    if (step < steps) {
+      Pieces<T>& to = pieces[step % kStages];
+      du.fetch(to.du, step * kDepth, width);
+      delta.fetch(to.delta, step * kDepth, width);
+      dy.fetch(to.dy, step * kDepth, width);
     }
+    end_group();
+  };
+  // 32 x 32 of du delta^T for each of the first four warps, of dY delta^T for the others, in an order that gives the
+  // four parts of a multiprocessor about the same work on the diagonal.
+  const int warp = threadIdx.x / 32, quarter = warp % 4;
+  const bool of_dy = warp >= 4;
+  const int warp_row = (of_dy ? quarter % 2 : quarter / 2) * 32, warp_column = (of_dy ? quarter / 2 : quarter % 2) * 32;
+  const int below = row0 + warp_row - column0 - warp_column;
+  float sum[2][4][4] = {};
+  for (int step = 0; step < kStages - 1; ++step) fetch(step);
+  for (int step = 0; step < steps; ++step) {
+    wait_for_groups<kStages - 2>();
     __syncthreads();
-    if (!below) continue;
-    // The tensor cores cut off what they add up; a float32 addition for every piece keeps that small.
-    float da_part[4][4] = {}, dqk_part[4][4] = {};
+    fetch(step + kStages - 1);  // over the piece of the step before, which all have left
+    if (below + 31 < 0) continue;
+    const Pieces<T>& now = pieces[step % kStages];
+    const bool whole = below >= 31;
+    if (of_dy && whole) multiply_pieces<kLeft, true>(sum, now.dy, now.delta, warp_row, warp_column, below);
+    if (of_dy && !whole) multiply_pieces<kLeft, false>(sum, now.dy, now.delta, warp_row, warp_column, below);
+    if (!of_dy && whole) multiply_pieces<3, true>(sum, now.du, now.delta, warp_row, warp_column, below);
+    if (!of_dy && !whole) multiply_pieces<3, false>(sum, now.du, now.delta, warp_row, warp_column, below);
+  }
+  // da gets <du, delta> for now. Entries above the diagonal of a tile on it are zero; tiles above it are not read.
+  float* to = (of_dy ? a.dqk : a.da) + chunk_index * a.chunk * a.chunk;
 #pragma unroll
-    for (int c = 0; c < kDepth; c += 8) {
-      LeftPiece<3> u;
-      LeftPiece<kLeft> y;
-      u.load([&](int r, int d) { return du[warp_row + r][c + d]; });
-      y.load([&](int r, int d) { return dy[warp_row + r][c + d]; });
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        RightPiece<3> right;
-        right.load([&](int d, int t) { return delta[warp_column + 8 * j + t][c + d]; });
-        multiply(da_part[j], u, right);
-        if constexpr (kLeft == 3) multiply_tf32(dqk_part[j], y.low, right.high);
-        multiply_tf32(dqk_part[j], y.high, right.low);
-        multiply_tf32(dqk_part[j], y.high, right.high);
-      }
-    }
+  for (int m = 0; m < 2; ++m) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        da[j][i] += da_part[j][i];
-        dqk[j][i] += dqk_part[j][i];
+        const int t = row0 + warp_row + 16 * m + sum_row(i), u = column0 + warp_column + 8 * j + sum_column(i);
+        if (t < a.chunk && u < a.chunk) to[t * a.chunk + u] = u < t || (of_dy && u == t) ? sum[m][j][i] : 0.0f;
       }
-    }
-  }
-  // da gets <du, delta> for now. Entries above the diagonal of a tile on it are zero; tiles above it are not read.
-  const int64_t square = chunk_index * a.chunk * a.chunk;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int t = row0 + warp_row + sum_row(i), u = column0 + warp_column + 8 * j + sum_column(i);
-      if (t >= a.chunk || u >= a.chunk) continue;
-      a.da[square + static_cast<int64_t>(t) * a.chunk + u] = u < t ? da[j][i] : 0.0f;
-      a.dqk[square + static_cast<int64_t>(t) * a.chunk + u] = u <= t ? dqk[j][i] : 0.0f;
     }
   }
 }
@@ -158,19 +241,45 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   if (lane == 0) a.dbeta[token] = written ? total : 0.0f;
 }
 
-struct Sum {
-  float* values;
-  int64_t count;  // of a part
+// Arrays [parts, count] whose parts are added up.
+struct Sums {
+  static constexpr int kArrays = 4;
+  float* values[kArrays];
+  int64_t count[kArrays];
   int parts;
 };
 
-__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Sum a) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= a.count) return;
-  float sum = a.values[i];
-#pragma unroll 4
-  for (int part = 1; part < a.parts; ++part) sum += a.values[part * a.count + i];
-  a.values[i] = sum;
+// The sum of x[i], x[i + count], ... into the first, in order.
+template <class V, class Add>
+__device__ void add_up(V* values, int64_t i, int64_t count, int parts, Add add) {
+  constexpr int kEach = 5;  // loads side by side: 15 in three rounds
+  V sum = values[i];
+  for (int part = 1; part < parts; part += kEach) {
+    V next[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      if (part + k < parts) next[k] = __ldcs(values + (part + k) * count + i);
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      if (part + k < parts) sum = add(sum, next[k]);
+    }
+  }
+  values[i] = sum;
+}
+
+__global__ void __launch_bounds__(kThreads) add_parts_kernel(const __grid_constant__ Sums a) {
+  float* values = a.values[blockIdx.y];
+  const int64_t count = a.count[blockIdx.y], first = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 4;
+  if (first >= count) return;
+  if (count % 4 == 0) {
+    add_up(reinterpret_cast<float4*>(values), first / 4, count / 4, a.parts,
+           [](float4 x, float4 y) { return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w); });
+  } else {
+    for (int64_t i = first; i < min(first + 4, count); ++i) {
+      add_up(values, i, count, a.parts, [](float x, float y) { return x + y; });
+    }
+  }
 }
 
 }  // namespace
@@ -194,8 +303,10 @@ cudaError_t square_gradients(const Backward& b, Launch where) {
   a.chunk = static_cast<int>(s.chunk);
   a.tiles = static_cast<int>(div_up(s.chunk, kRows));
   a.rows = s.streams * a.chunks * s.chunk;
-  const cudaError_t error = launch(b.dtype == DType::bf16 ? products_kernel<bf16> : products_kernel<float>,
-                                   dim3(s.streams * a.chunks * (a.tiles * (a.tiles + 1) / 2)), kThreads, 0, where, a);
+  const bool wide = b.dtype == DType::f32;
+  const cudaError_t error = launch(wide ? products_kernel<float> : products_kernel<bf16>,
+                                   dim3(s.streams * a.chunks * (a.tiles * (a.tiles + 1) / 2)), kThreads,
+                                   kStages * (wide ? sizeof(Pieces<float>) : sizeof(Pieces<bf16>)), where, a);
   if (error != cudaSuccess) return error;
   return launch(rows_kernel, dim3(div_up(a.rows, kThreads / 32)), kThreads, 0, where, a);
 }
@@ -203,20 +314,14 @@ cudaError_t square_gradients(const Backward& b, Launch where) {
 cudaError_t add_parts(const Backward& b, Launch where) {
   const Shape& s = b.shape;
   if (b.parts <= 1) return cudaSuccess;
-  const auto add = [&](void* values, int64_t count) {
-    const Sum sum{static_cast<float*>(values), count, static_cast<int>(b.parts)};
-    return launch(add_parts_kernel, dim3(div_up(count, kThreads)), kThreads, 0, where, sum);
-  };
-  const cudaError_t errors[] = {
-      add(b.dk_eff, s.streams * s.tokens * s.writes),
-      add(b.dk_carry, s.streams * s.tokens * s.writes),
-      add(b.dq_eff, s.streams * s.tokens * s.reads),
-      add(b.ddecay, s.streams * s.stored_chunks * s.write_slots),
-  };
-  for (const cudaError_t error : errors) {
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  const int64_t writes = s.streams * s.tokens * s.writes, reads = s.streams * s.tokens * s.reads;
+  const int64_t slots = s.streams * s.stored_chunks * s.write_slots, most = std::max({writes, reads, slots});
+  const Sums sums{{static_cast<float*>(b.dk_eff), static_cast<float*>(b.dk_carry), static_cast<float*>(b.dq_eff),
+                   static_cast<float*>(b.ddecay)},
+                  {writes, writes, reads, slots},
+                  static_cast<int>(b.parts)};
+  return launch(add_parts_kernel, dim3(static_cast<unsigned>(div_up(most, kThreads * 4)), Sums::kArrays), kThreads, 0,
+                where, sums);
 }
 
 }  // namespace sdm::gpu
