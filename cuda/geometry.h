@@ -9,13 +9,13 @@
 
 namespace sdm::gpu {
 
-// Columns of a slice of the movers. Narrow ones, 128 bytes of a bfloat16 row, make more warps, which chunks of few tokens
-// need. In long chunks many slots have several entries; a team of lanes mostly looks things up for those, and
-// does so half as often in wide slices. Column ranges are whole slices. `slice_columns` of sdm_jax/_cuda_calls.py agrees.
+// Columns of a slice of the movers. Wide ones move more bytes of a row at once, and look half as much up; narrow ones,
+// 128 bytes of a bfloat16 row, make more warps, which short chunks of narrow rows need. Column ranges are whole slices.
+// `slice_columns` of sdm_jax/_cuda_calls.py agrees.
 inline constexpr int kSlice = 64;
 inline constexpr int kWideSlice = 128;
 
-inline bool has_wide_slices(const Shape& s) { return s.chunk > 64 && s.width % kWideSlice == 0; }
+inline bool has_wide_slices(const Shape& s) { return s.width % kWideSlice == 0 && (s.chunk > 64 || s.width >= 512); }
 inline int64_t slice_columns(const Shape& s) { return has_wide_slices(s) ? kWideSlice : kSlice; }
 inline int64_t column_slices(const Shape& s) { return (s.width + slice_columns(s) - 1) / slice_columns(s); }
 

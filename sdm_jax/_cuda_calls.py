@@ -173,7 +173,7 @@ def backward_parts(sizes: Sizes) -> list[dict[str, int]]:
 
 def slice_columns(sizes: Sizes) -> int:
     """Columns of a slice of the movers, as cuda/geometry.h has it."""
-    return 128 if sizes.chunk > 64 and sizes.width % 128 == 0 else 64
+    return 128 if sizes.width % 128 == 0 and (sizes.chunk > 64 or sizes.width >= 512) else 64
 
 
 def column_parts(sizes: Sizes) -> int:

@@ -29,7 +29,7 @@ __device__ inline void let_next_start() {
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, int threads, size_t shared_bytes, Launch where, Args... args) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return cudaSuccess;
-  if (shared_bytes > 48 * 1024) {
+  if (shared_bytes > 32 * 1024) {  // with the static memory it may be more than the 48 KB of every kernel
     const cudaError_t error =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
                              static_cast<int>(shared_bytes));

@@ -13,9 +13,16 @@ from collections.abc import Callable
 import jax
 
 KINDS = [  # of work, by the names of events
-    ("write_read, forward", r"forward|mover_kernel|gather_kernel|dual_|phase1_kernel|solve|records|take_snapshot"),
-    ("write_read, backward", r"backward|gradient|du_matmul|products_kernel|rows_kernel|add_parts"),
-    ("product keys", r"product_key|topk|top_k"),
+    ("product keys", r"product_key|topk|top_k|\bbackward_kernel"),
+    (
+        "write_read, backward",
+        r"sdm_backward|gradient_mover|du_matmul|\bproducts_kernel|rows_kernel|add_parts|_entries_kernel",
+    ),
+    (
+        "write_read, forward",
+        r"sdm_forward|forward_steps|\bmover_kernel|dual_matmul|sort_kernel|pairs_kernel|diagonal_kernel|below_kernel",
+    ),
+    ("write_read, both", r"\bgather_kernel|records_kernel|read_products_kernel|snapshot_kernel"),
     ("matrix products", r"gemm|dot|cublas|cutlass|nvjet"),
     ("communication", r"nccl|all-reduce|all-gather"),
     ("custom calls (CPU)", r"ffi_call"),
@@ -47,21 +54,32 @@ def kind_of(event: dict) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name)), "other")
 
 
-def print_device_time(run: Callable[[], object], names: bool = False) -> None:
-    """Prints the milliseconds of device work in one call by kind, and the longest of no kind (or of all) by name.
+def covered(intervals: list[tuple[float, float]]) -> float:
+    """The length of the union of intervals (begin, end)."""
+    total, last = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, last))
+        last = max(last, end)
+    return total
 
-    Work that runs side by side counts each for itself.
+
+def print_device_time(run: Callable[[], object], names: bool = False) -> None:
+    """Prints the milliseconds of one call in which the device worked, by kind, and the longest of no kind (or all) by name.
+
+    What of a kind runs side by side counts once; by name, each counts for itself.
     """
-    kinds: collections.Counter[str] = collections.Counter()
+    kinds: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
     single: collections.Counter[str] = collections.Counter()
     count: collections.Counter[str] = collections.Counter()
     for event in events_of(run):
         kind, name = kind_of(event), re.sub(r"\(anonymous namespace\)::|sdm::gpu::|void ", "", event["name"])[:70]
-        kinds[kind] += event["dur"] / 1e3
+        kinds[kind].append((event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3))
         if names or kind == "other":
             single[name] += event["dur"] / 1e3
             count[name] += 1
-    for kind, ms in kinds.most_common():
+    times = {kind: covered(intervals) for kind, intervals in kinds.items()}
+    times["all"] = covered([x for intervals in kinds.values() for x in intervals])
+    for kind, ms in sorted(times.items(), key=lambda x: -x[1]):
         print(f"  {kind:22s} {ms:8.2f} ms")
     for name, ms in single.most_common(16 if names else 8):
         print(f"    {name:70s} x {count[name]:5d} {ms:8.2f} ms", flush=True)
