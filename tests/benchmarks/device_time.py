@@ -64,7 +64,7 @@ def covered(intervals: list[tuple[float, float]]) -> float:
 
 
 def print_device_time(run: Callable[[], object], names: bool = False) -> None:
-    """Prints the milliseconds of one call in which the device worked, by kind, and the longest of no kind (or all) by name.
+    """Prints the milliseconds of one call in which the device worked, by kind; by name the longest of no kind, or all.
 
     What of a kind runs side by side counts once; by name, each counts for itself.
     """
