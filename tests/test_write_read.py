@@ -81,8 +81,16 @@ def test_bfloat16_bank(implementation, case):
     assert_close(got, case_oracle(case, "bfloat16"), "bfloat16")
 
 
-def test_bfloat16_bank_with_float32_gradient(implementation):
-    case = GATES[-1]
+@pytest.mark.parametrize(
+    "case",
+    [
+        GATES[-1],
+        GATES[-1]._replace(name="width_64", width=64),
+        GATES[-1]._replace(name="width_128", width=128, chunk=70, tokens=80),
+    ],
+    ids=ids_of,
+)
+def test_bfloat16_bank_with_float32_gradient(implementation, case):
     plain = case_results(case, implementation, "bfloat16")
     got = case_results(case, implementation, "bfloat16", grad_bank_dtype=jnp.float32)
     assert got["d_bank"].dtype.name == "bfloat16"

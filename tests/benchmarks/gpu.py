@@ -11,6 +11,7 @@ the profiler see them all).
 """
 
 import argparse
+import dataclasses
 import statistics
 import time
 
@@ -20,18 +21,18 @@ from device_time import print_device_time
 
 import sdm_jax
 from sdm_jax import _calls
+from sdm_jax.cli.bench import SHAPES
 
-# P, T, S, D, W = R, C, dtype; the peer's milliseconds, and its most memory beside the inputs in MiB, of forward and
-# forward + backward.
-SHAPES = {
-    "flagship": ((2, 32768, 65536, 1024, 64, 64, "bfloat16"), (15.1, 49.0), (1115, 11690)),
-    "flagship_b4": ((8, 8192, 65536, 1024, 64, 64, "bfloat16"), (13.2, 43.1), (1935, 13226)),
-    "long_chunk": ((2, 32768, 65536, 1024, 64, 256, "bfloat16"), (13.4, 45.8), (1391, 12250)),
-    "mid": ((8, 4096, 16384, 256, 64, 64, "bfloat16"), (2.46, 7.85), (340, 1813)),
-    "small_head": ((32, 4096, 16384, 64, 32, 64, "bfloat16"), (2.52, 7.02), (585, 1723)),
-    "fp32": ((2, 8192, 65536, 1024, 64, 64, "float32"), (7.82, 23.2), (894, 6001)),
+# The peer's milliseconds, and its most memory beside the inputs in MiB, of forward and forward + backward.
+PEER = {
+    "flagship": ((15.1, 49.0), (1115, 11690)),
+    "flagship_b4": ((13.2, 43.1), (1935, 13226)),
+    "long_chunk": ((13.4, 45.8), (1391, 12250)),
+    "mid": ((2.46, 7.85), (340, 1813)),
+    "small_head": ((2.52, 7.02), (585, 1723)),
+    "fp32": ((7.82, 23.2), (894, 6001)),
 }
-DECODE = {"decode_8": (8, 5.0), "decode_64": (64, 15.2)}  # streams, the peer's microseconds in a graph
+DECODE = {"decode_8": 5.0, "decode_64": 15.2}  # the peer's microseconds in a graph
 DECODE_STEPS, DECODE_ROUNDS = 64, 4
 
 
@@ -48,8 +49,9 @@ def select(key, shape, num_slots, k):
     return jax.lax.map(some, jax.random.split(key, shape[0]))
 
 
-def inputs(P, T, S, D, W, dtype, seed=0):
-    """Arguments of one call but for the bank, and the bank."""
+def inputs(shape, seed=0):
+    """The bank, and the other arguments of one call."""
+    P, T, S, D, W, dtype = shape.P, shape.T, shape.S, shape.D, shape.W, jnp.dtype(shape.dtype)
 
     @jax.jit
     def make(key):
@@ -102,8 +104,8 @@ def extra(compiled):
 
 
 def measure(name, implementation, repeats, profile):
-    (P, T, S, D, W, C, dtype), peer_times, peer_memory = SHAPES[name]
-    settings = dict(chunk_size=C, implementation=implementation)
+    shape, (peer_times, peer_memory) = SHAPES[name], PEER[name]
+    settings = dict(chunk_size=shape.C, implementation=implementation)
 
     @jax.jit
     def both(bank, d_bank, dy, tokens):
@@ -112,13 +114,12 @@ def measure(name, implementation, repeats, profile):
         return vjp((dy, d_bank))
 
     forward = jax.jit(lambda bank, tokens: sdm_jax.write_read(bank, **tokens, **settings), donate_argnums=0)
-    bank, tokens = inputs(P, T, S, D, W, dtype)
-    bank_shape = bank.shape
-    dy = jax.random.normal(jax.random.key(7), (P, T, D), dtype)
+    bank, tokens = inputs(shape)
+    bank_struct = jax.ShapeDtypeStruct(bank.shape, bank.dtype)
+    dy = jax.random.normal(jax.random.key(7), tokens["v"].shape, bank.dtype)
     t_both = timed(lambda b: (b, both(b, b, dy, tokens)), bank, repeats)
     t_forward = timed(lambda b: forward(b, tokens)[::-1], bank, repeats)
-    shape = jax.ShapeDtypeStruct(bank_shape, dtype)
-    compiled = forward.lower(shape, tokens).compile(), both.lower(shape, shape, dy, tokens).compile()
+    compiled = forward.lower(bank_struct, tokens).compile(), both.lower(bank_struct, bank_struct, dy, tokens).compile()
     # Beside the inputs, of which the forward's bank is donated; the peer's forward counts a working bank.
     memory = [extra(x) / 2**20 for x in compiled]
     print(
@@ -128,15 +129,13 @@ def measure(name, implementation, repeats, profile):
         flush=True,
     )
     if profile:
-        bank, _ = inputs(P, 1, S, D, W, dtype)
-        print_device_time(lambda: jax.block_until_ready(forward(bank, tokens)), names=True)
-        bank, _ = inputs(P, 1, S, D, W, dtype)
+        bank = jax.block_until_ready(inputs(shape)[0])
         print_device_time(lambda: jax.block_until_ready(both(bank, bank, dy, tokens)), names=True)
+        print_device_time(lambda: jax.block_until_ready(forward(bank, tokens)), names=True)
 
 
 def measure_decode(name, implementation, repeats):
-    P, peer = DECODE[name]
-    bank, tokens = inputs(P, DECODE_STEPS, 65536, 1024, 64, "bfloat16")
+    bank, tokens = inputs(dataclasses.replace(SHAPES[name], T=DECODE_STEPS))
 
     tokens = [{n: jnp.asarray(x[:, t]) for n, x in tokens.items()} for t in range(DECODE_STEPS)]
 
@@ -149,7 +148,7 @@ def measure_decode(name, implementation, repeats):
 
     steps = jax.jit(steps, donate_argnums=0)
     t = timed(lambda b: steps(b, tokens)[::-1], bank, repeats) / (DECODE_STEPS * DECODE_ROUNDS)
-    print(f"{name:12s} {t * 1e6:7.2f} us a step (peer {peer:5.1f})", flush=True)
+    print(f"{name:12s} {t * 1e6:7.2f} us a step (peer {DECODE[name]:5.1f})", flush=True)
 
 
 def measure_selection(implementation, repeats):
@@ -178,7 +177,7 @@ def measure_selection(implementation, repeats):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join([*SHAPES, *DECODE, "selection"]))
+    parser.add_argument("--shapes", default=",".join([*PEER, *DECODE, "selection"]))
     parser.add_argument("--implementation", default="cuda")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
