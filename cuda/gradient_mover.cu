@@ -210,7 +210,9 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
           if constexpr (kCopies) {
             rounds.copy_row(round, reinterpret_cast<const T*>(stored) + column0 + c);
           } else {
-            prefetch(stored + (Q == Quant::bf16 ? 2 * (column0 + c) : Q == Quant::fp8 ? column0 + c : (column0 + c) / 2));
+            prefetch(stored + (Q == Quant::bf16  ? 2 * (column0 + c)
+                               : Q == Quant::fp8 ? column0 + c
+                                                 : (column0 + c) / 2));
           }
         }
         rounds.commit();
