@@ -102,14 +102,17 @@ class _Layout:
 
 
 def result_types(axes: Axes, operands: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """Types of a primitive's results: shapes and dtypes of `results`, sharded as the types of the operands say."""
+    """Types of a primitive's results: shapes and dtypes of `results`, sharded as the types of the operands say.
+
+    An operand without a mesh is on every device of the others'.
+    """
     layout = _Layout(axes, operands)
-    first = operands[0]
-    streams, columns = layout.choose(first.sharding.mesh, [x.sharding.spec for x in operands], operands)
+    placed = next((x for x in operands if not x.sharding.mesh.empty), operands[0])
+    streams, columns = layout.choose(placed.sharding.mesh, [x.sharding.spec for x in operands], operands)
     types = []
     for word, r in zip(layout.words[len(operands) :], results, strict=True):
-        sharding = first.sharding.update(spec=layout.spec(streams, columns, word, len(r.shape)))
-        types.append(first.update(shape=r.shape, dtype=r.dtype, weak_type=False, sharding=sharding))
+        sharding = placed.sharding.update(spec=layout.spec(streams, columns, word, len(r.shape)))
+        types.append(placed.update(shape=r.shape, dtype=r.dtype, weak_type=False, sharding=sharding))
     return types
 
 

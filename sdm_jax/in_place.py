@@ -59,7 +59,16 @@ def value_and_grad_inplace(
         chosen = [n % count for n in numbers]
 
         leaves, tree = jax.tree.flatten((args, kwargs))
-        traced = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray, np.generic, float, int))]
+        # The argument of each leaf; None for keyword arguments.
+        owners: list[int | None] = [n for n, x in enumerate(args, 1) for _ in jax.tree.leaves(x)]
+        owners += [None] * (len(leaves) - len(owners))
+        # Python numbers stay what they are where they are not differentiated.
+        arrays = (jax.Array, np.ndarray, np.generic)
+        traced = [
+            i
+            for i, (x, n) in enumerate(zip(leaves, owners, strict=True))
+            if isinstance(x, arrays) or (n in chosen and isinstance(x, (float, int)))
+        ]
 
         def of_leaves(bank, *values):
             filled = list(leaves)
@@ -73,8 +82,7 @@ def value_and_grad_inplace(
         _check_results(shapes, bank, has_aux)
 
         # Positions among `values` of the leaves of each chosen argument.
-        owners = [n for n, x in enumerate(args, 1) for _ in jax.tree.leaves(x)]
-        owner = [owners[i] if i < len(owners) else None for i in traced]
+        owner = [owners[i] for i in traced]
         wanted = sorted({i for i, n in enumerate(owner) if n in chosen})
         for i in wanted:
             if not jnp.issubdtype(jnp.result_type(values[i]), jnp.floating):

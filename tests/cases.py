@@ -20,9 +20,6 @@ FLOATS = tuple(name for name in INPUTS if not name.endswith("idx"))
 RESULTS = ("y", "new_bank", *(f"d_{name}" for name in FLOATS))
 ROUNDED = ("bank", "k_val", "v", "q_val")  # enter the computation in the bank's dtype
 
-# For the tests of sharding; all others use the first. Before anything asks for devices.
-jax.config.update("jax_num_cpu_devices", 4)
-
 # The implementations that can run here; those of them with kernels of the package.
 NATIVE = ["cpu"]
 if has_cuda_module() and jax.default_backend() == "gpu":

@@ -4,8 +4,13 @@ import contextlib
 import os
 
 import hypothesis
+import jax
 import pytest
-from cases import IMPLEMENTATIONS, cpu_device
+
+# For the tests of sharding; all others use the first. Before `cases` asks for devices.
+jax.config.update("jax_num_cpu_devices", 4)
+
+from cases import IMPLEMENTATIONS, cpu_device  # noqa: E402
 
 hypothesis.settings.register_profile(
     "default",

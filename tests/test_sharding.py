@@ -1,5 +1,6 @@
 """Many devices: what is computed, and what is communicated."""
 
+import contextlib
 import functools
 import os
 import re
@@ -106,6 +107,20 @@ def test_gradients(streams, columns, collectives, kind):
     d_bank, d_floats = found
     assert d_bank.sharding.is_equivalent_to(placed[0].sharding, d_bank.ndim)
     assert d_floats["v"].sharding.is_equivalent_to(placed[1]["v"].sharding, 4)
+
+
+@pytest.mark.parametrize("set_mesh", [False, True])
+def test_bank_off_the_mesh(set_mesh):
+    """Tokens on a mesh of Explicit axes, and a bank that comes from nowhere or from one device."""
+    inputs = make_inputs()
+    with cpu_device():
+        wanted = gradients()(*inputs)
+    mesh = mesh_of(kind=AxisType.Explicit)
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        _, floats, ints = put(mesh, *inputs, ("data",))
+        assert_same(gradients()(inputs[0], floats, ints), wanted, 1e-6)
+        y, _ = jax.jit(lambda x: sdm_jax.write_read(jnp.zeros_like(inputs[0]), **x))(floats | ints)
+    assert y.sharding.is_equivalent_to(floats["v"].sharding, y.ndim)
 
 
 def test_columns_need_no_communication_forward():

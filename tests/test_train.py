@@ -96,10 +96,11 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
             signal.raise_signal(signal.SIGINT)
         return draw(text, batch_size, length, seed, step)
 
+    handler = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patch:
         patch.setattr(_text, "draw_batch", interrupt_at_5)
         assert command(data, tmp_path / "parts", *flags) == 130
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     assert "step 5 in" in capsys.readouterr().out
     # The settings come from the checkpoint; those given again agree with it.
     assert main(["train", "--out", str(tmp_path / "parts"), "--resume", "--dim", "16"]) == 0

@@ -137,6 +137,21 @@ def test_eager_and_arguments():
         np.testing.assert_allclose(grads[name], wanted_grads[name], rtol=0, atol=1e-6)
 
 
+def test_python_numbers_stay_numbers():
+    """Settings of the calls within, which no tracer could be; also where they are static arguments of `jax.jit`."""
+    bank, _, tokens = make()
+
+    def loss(bank, tokens, chunk_size, double=False):
+        y, bank = sdm_jax.write_read(bank, **tokens, chunk_size=chunk_size)
+        return (y**2).mean() * (2 if double else 1), bank
+
+    call = sdm_jax.value_and_grad_inplace(loss)
+    value, _, grad = call(bank, tokens, 16, double=True)
+    again, _, same = jax.jit(call, static_argnames=("chunk_size", "double"))(bank, tokens, chunk_size=16)
+    np.testing.assert_allclose(value, 2 * again, rtol=1e-6)
+    np.testing.assert_allclose(grad, 2 * same, rtol=0, atol=1e-6)
+
+
 def test_through_jit():
     bank, weights, tokens = make()
 
