@@ -68,10 +68,16 @@ def product_key_topk(scores: jax.Array, factors: Sequence[int], k: int) -> tuple
     return _topk(scores, factors, k)
 
 
+def _integer(value) -> int:
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
 def check_factors(factors: Sequence[int], name: str = "factors") -> tuple[int, ...]:
     """The factors as a tuple of Python ints; raises what `product_key_topk` documents, naming them `name`."""
     try:
-        checked = tuple(operator.index(n) for n in factors)
+        checked = tuple(_integer(n) for n in factors)
     except TypeError:
         raise TypeError(f"{name} must be a sequence of integers, got {factors!r}") from None
     if not checked or min(checked) < 1:
@@ -84,7 +90,7 @@ def check_factors(factors: Sequence[int], name: str = "factors") -> tuple[int, .
 def check_count(name: str, count: int, num_slots: int) -> int:
     """The number of slots to select as a Python int; raises if it is not in `1..min(256, num_slots)`."""
     try:
-        checked = operator.index(count)
+        checked = _integer(count)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {count!r}") from None
     most = min(MAX_ENTRIES, num_slots)

@@ -29,6 +29,10 @@ def make(dim=8, seed=0, **settings):
     return SparseDeltaMemory(dim, **({"rngs": nnx.Rngs(seed)} | SMALL | settings))
 
 
+def three_zeros(key, shape, dtype):
+    return jnp.zeros(3, dtype)
+
+
 def features(batch=2, tokens=50, dim=8, dtype=jnp.float32, seed=1):
     return jax.random.normal(jax.random.key(seed), (batch, tokens, dim), dtype)
 
@@ -335,13 +339,31 @@ def test_weight_decay_is_for_matrices():
     assert decayed == {f"['{name}']['kernel'].value" for name in projections}
 
 
+def test_weight_decay_mask_goes_by_names():
+    """Layers stacked by `nnx.vmap` have one more axis; trees of bare arrays have no kinds."""
+    settings = {"query_batchnorm": True, "use_bias": True}
+    stack = nnx.vmap(lambda rngs: make(rngs=rngs, **settings))(nnx.Rngs(0).split(3))
+    assert stack.value.bias.ndim == 2
+    for params in (
+        nnx.state(stack, nnx.Param),
+        nnx.to_pure_dict(nnx.state(stack, nnx.Param)),
+        nnx.to_pure_dict(nnx.state(make(**settings), nnx.Param)),
+        make(use_bias=True),
+    ):
+        mask = jax.tree.leaves_with_path(weight_decay_mask(params))
+        assert len(mask) >= 19
+        for path, decays in mask:
+            assert decays == ("kernel" in jax.tree_util.keystr(path)), path
+
+
 def test_weight_decay_mask_in_an_optimizer_of_nnx():
     layer = make()
     optimizer = nnx.Optimizer(layer, optax.adamw(1e-2, weight_decay=0.5, mask=weight_decay_mask), wrt=nnx.Param)
     before = jax.tree.map(np.array, nnx.state(layer, nnx.Param))
     optimizer.update(layer, jax.tree.map(jnp.zeros_like, before))
     after = nnx.state(layer, nnx.Param)
-    np.testing.assert_array_equal(after["A_log"][...], before["A_log"][...])
+    for name in ("A_log", "dt_bias", "bank"):
+        np.testing.assert_array_equal(after[name][...], before[name][...])
     assert (after["value"]["kernel"][...] != before["value"]["kernel"][...]).any()
 
 
@@ -453,6 +475,7 @@ def test_empty(shape):
         ({"read_scale": float("nan")}, ValueError, "read_scale must be finite"),
         ({"output_gate": 1}, TypeError, "output_gate must be True or False, got 1"),
         ({"query_batchnorm": None}, TypeError, "query_batchnorm must be True or False"),
+        ({"learned_bank": np.zeros(2)}, TypeError, "learned_bank must be True or False"),
         (
             {"A_init_range": (4.0, 1.0)},
             ValueError,
@@ -484,6 +507,15 @@ def test_empty(shape):
         ({"bank_init": jnp.zeros(3)}, TypeError, "bank_init must be a function"),
         ({"kernel_metadata": ("model",)}, TypeError, "kernel_metadata must be a mapping"),
         ({"bank_metadata": {1: 2}}, TypeError, "bank_metadata must be a mapping from names"),
+        ({"num_writes": True}, TypeError, "num_writes must be an integer, got True"),
+        ({"param_dtype": None}, TypeError, "param_dtype must be float32, bfloat16, float64, got None"),
+        ({"kernel_init": three_zeros}, ValueError, r"kernel_init must give .* \(8, 24\), got shape \(3,\)"),
+        ({"out_kernel_init": three_zeros}, ValueError, r"out_kernel_init must give .* \(8, 8\), got shape \(3,\)"),
+        ({"bias_init": three_zeros, "use_bias": True}, ValueError, r"bias_init must give .* \(24,\), got shape \(3,\)"),
+        ({"bank_init": three_zeros}, ValueError, r"bank_init must give .* \(72, 4\), got shape \(3,\)"),
+        ({"bank_init": lambda *_: 1.0}, ValueError, r"bank_init must give .* got shape"),
+        ({"rngs": nnx.Rngs()}, ValueError, "rngs must have a stream params"),
+        ({"rngs": nnx.Rngs(dropout=0)}, ValueError, "rngs must have a stream params"),
         ({"rngs": 0}, TypeError, r"rngs must be flax.nnx.Rngs, such as nnx.Rngs\(0\), got 0"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
@@ -491,6 +523,13 @@ def test_empty(shape):
 def test_bad_settings(settings, error, message):
     with pytest.raises(error, match=message):
         make(**settings)
+
+
+def test_flags_of_numpy_are_taken():
+    layer = make(use_bias=np.True_, output_gate=np.False_, rngs=nnx.Rngs(params=0))
+    assert layer.value.bias is not None
+    assert layer.output_gate is None
+    assert nnx.graphdef(layer) == nnx.graphdef(make(use_bias=True, output_gate=False))
 
 
 def test_float64_bank_has_no_other_gradient():
@@ -501,6 +540,14 @@ def test_float64_bank_has_no_other_gradient():
         ),
     ):
         make(grad_bank_dtype="float32", dtype="float64")
+
+
+def test_abstract_layer_has_no_state():
+    layer = nnx.eval_shape(make)
+    with pytest.raises(TypeError, match="the layer's bank is abstract"):
+        layer.init_state(2)
+    assert jax.eval_shape(lambda layer: layer.init_state(2), layer).bank.shape == (2, 2, 36, 4)
+    assert nnx.eval_shape(lambda: make(learned_bank=False)).init_state(2).bank.shape == (2, 2, 36, 4)
 
 
 X = np.zeros((2, 5, 8), np.float32)

@@ -121,6 +121,33 @@ def test_generate():
     assert list(generate_stream(model, prompt, 0)) == []
 
 
+@pytest.mark.parametrize("sample", [generate, generate_stream])
+def test_sampling_runs_outside_of_jit(sample):
+    with pytest.raises(TypeError, match=r"sampling runs outside of jax\.jit"):
+        jax.jit(lambda prompt: sample(make(), prompt, 5))(text())
+    with pytest.raises(TypeError, match=r"sampling runs outside of jax\.jit"):
+        jax.vmap(lambda prompt: sample(make(), prompt, 5))(text()[None])
+    with pytest.raises(TypeError, match=r"sampling runs outside of jax\.jit"):
+        jax.jit(lambda model: sample(model, np.zeros((1, 3), int), 5))(make())
+
+
+def test_unknown_tokens_of_jax_arrays():
+    model = make(layers=("swa", "sdm"))
+    tokens = text()
+    negative = run(model, tokens.at[0, 20].set(-1))[0]
+    np.testing.assert_array_equal(negative, run(model, tokens.at[0, 20].set(49))[0])
+    logits = run(model, tokens.at[0, 20].set(50))[0]
+    assert np.isnan(logits[0, 20:]).all()
+    np.testing.assert_array_equal(logits[1], run(model, tokens)[0][1])
+
+
+def test_config_is_hashable():
+    other = dataclasses.replace(SMALL, memory=dict(SMALL.memory))
+    assert hash(other) == hash(SMALL)
+    assert {SMALL: 1}[other] == 1
+    assert dataclasses.replace(SMALL, memory={}) not in {SMALL}
+
+
 def test_generate_ignores_the_mode():
     """In `train()` mode BatchNorm would normalise each new token by itself."""
     model = make(memory={**SMALL.memory, "query_batchnorm": True})
@@ -140,7 +167,9 @@ def test_generate_ignores_the_mode():
         ((text() / 2, 6), {}, TypeError, "prompt must have an integer dtype, got float32"),
         ((text(), 2.5), {}, TypeError, "length must be an integer, got 2.5"),
         ((text(), -1), {}, ValueError, "length must be at least 0"),
-        ((text() + 40, 6), {}, ValueError, r"prompt has tokens of 4.\.\.8., but the model knows those below 50"),
+        ((np.array([[2**33]]), 6), {}, ValueError, "prompt has ids of 8589934592..8589934592"),
+        (([[3, 2**33]], 6), {}, ValueError, r"prompt has ids of 3\.\.8589934592"),
+        ((text() + 40, 6), {}, ValueError, r"prompt has ids of 4.\.\.8., but the model knows those below 50"),
         ((text(), 6), {"seed": "a"}, TypeError, "seed must be an integer, got 'a'"),
         ((text(), 6), {"seed": -1}, ValueError, "seed must be in 0..2147483647, got -1"),
         ((text(), 6), {"temperature": -1.0}, ValueError, "temperature must be at least 0"),
@@ -174,7 +203,7 @@ def test_generate_text():
     words = list(generate_text(make(), WordTokenizer(), "bank slot", 5))
     assert len(words) == 5
     assert all(word[1:] in WordTokenizer.words for word in words)
-    with pytest.raises(ValueError, match=r"prompt has tokens of 100\.\.195, but the model knows those below 50"):
+    with pytest.raises(ValueError, match=r"prompt has ids of 100\.\.195, but the model knows those below 50"):
         generate_text(make(), ByteTokenizer(), "déjà", 5)
     with pytest.raises(ValueError, match="at least one token"):
         generate_text(model, ByteTokenizer(), "", 5)
@@ -263,6 +292,11 @@ def test_remat_computes_blocks_again():
     assert remat_bytes < 0.3 * plain_bytes
 
 
+def test_memory_none_is_its_defaults():
+    model = make(layers=("sdm",), memory=None)
+    assert nnx.graphdef(model) == nnx.graphdef(make(layers=("sdm",), memory={}))
+
+
 def test_dtype():
     model = make(dtype="bfloat16")
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -288,6 +322,7 @@ def test_dtype():
         ({"dtype": "float16"}, TypeError, "dtype must be float32"),
         ({"memory": {"slots_per_head": 40}}, ValueError, "slots_per_head must be a square"),
         ({"memory": {"num_slots": 36}}, ValueError, "a name in memory must be one of.*nearest valid value is 'num_"),
+        ({"param_dtype": None}, TypeError, "param_dtype must be float32, bfloat16, float64, got None"),
         ({"memory": 36}, TypeError, "memory must be a mapping"),
         ({"tie_head": 1}, TypeError, "tie_head must be True or False"),
         ({"remat": "all"}, TypeError, "remat must be True or False"),
@@ -304,6 +339,14 @@ def test_attention_needs_a_length_for_its_cache():
     with pytest.raises(ValueError, match="max_length must be given"):
         make().init_cache(2)
     make(layers=("swa", "sdm")).init_cache(2)
+    for arguments, error, message in [
+        ((2, -1), ValueError, "max_length must be at least 0, got -1"),
+        ((2, 2.5), TypeError, "max_length must be an integer, got 2.5"),
+        (("a", 4), TypeError, "batch must be an integer, got 'a'"),
+        ((-2, 4), ValueError, "batch must be at least 0, got -2"),
+    ]:
+        with pytest.raises(error, match=message):
+            make().init_cache(*arguments)
 
 
 def test_bad_arguments_of_the_constructors():
@@ -311,6 +354,10 @@ def test_bad_arguments_of_the_constructors():
         LanguageModel({"dim": 16}, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match=r"rngs must be flax\.nnx\.Rngs"):
         LanguageModel(SMALL, rngs=jax.random.key(0))
+    with pytest.raises(ValueError, match="rngs must have a stream params"):
+        LanguageModel(SMALL, rngs=nnx.Rngs())
+    with pytest.raises(ValueError, match=r"kernel_init must give .* \(16, 48\), got shape \(3,\)"):
+        Attention(16, 2, kernel_init=lambda *_: jnp.zeros(3), rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="kernel_init must be a function"):
         Attention(16, 2, kernel_init=3, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="dtype must be float32"):
@@ -324,8 +371,10 @@ def test_bad_arguments_of_the_constructors():
         (text()[0], ValueError, r"tokens must be \[batch, tokens\], got shape \(37,\)"),
         ([[1, 2]], TypeError, r"tokens must be an array \[batch, tokens\], got list"),
         (None, TypeError, "tokens must be an array.*got NoneType"),
+        (np.full((1, 3), 2**32 + 3), ValueError, "tokens has ids of 4294967299..4294967299"),
+        (np.full((1, 3), -1, np.int32), ValueError, r"tokens has ids of -1\.\.-1, but the model knows those below 50"),
     ],
-    ids=["float", "one_axis", "list", "none"],
+    ids=["float", "one_axis", "list", "none", "wide", "negative"],
 )
 def test_bad_tokens(tokens, error, message):
     with pytest.raises(error, match=message):

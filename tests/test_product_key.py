@@ -278,6 +278,8 @@ def test_integers_of_numpy_are_taken():
         (np.zeros((2, 7), np.float32), (4.0, 3), 2, TypeError, "factors must be a sequence of integers"),
         (np.zeros((2, 7), np.float32), 7, 2, TypeError, "factors must be a sequence of integers"),
         (np.zeros((2, 7), np.float32), (4, 3), 2.0, TypeError, "k must be an integer"),
+        (np.zeros((2, 7), np.float32), (4, 3), True, TypeError, "k must be an integer, got True"),
+        (np.zeros((2, 4), np.float32), (True, 3), 2, TypeError, "factors must be a sequence of integers"),
         (np.zeros((2, 2**17), np.float32), (2**16, 2**16), 2, ValueError, "at most 2\\^31 - 1"),
     ],
 )

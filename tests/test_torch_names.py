@@ -122,6 +122,17 @@ def test_torch_file(tmp_path):
         from_torch_state_dict(make(), tmp_path / "damaged.pt")
 
 
+def test_abstract_layer():
+    tensors = published()
+    layer = nnx.eval_shape(make)
+    with pytest.raises(TypeError, match=r"layer must hold arrays, but read_scores\.kernel is abstract"):
+        to_torch_state_dict(layer)
+    state = from_torch_state_dict(layer, tensors)
+    jax.tree.map(np.testing.assert_array_equal, state, from_torch_state_dict(make(), tensors))
+    nnx.update(layer, state)
+    np.testing.assert_array_equal(to_torch_state_dict(layer)["memory"], tensors["memory"])
+
+
 def test_every_mismatch_has_a_line():
     tensors = published()
     del tensors["dt_bias"]
@@ -141,12 +152,15 @@ def test_every_mismatch_has_a_line():
 def test_what_cannot_be_read(tmp_path, monkeypatch):
     (tmp_path / "layer.safetensors").write_bytes(b"not tensors")
     (tmp_path / "layer.pt").write_bytes(b"")
+    (tmp_path / "folder.safetensors").mkdir()
     monkeypatch.setitem(sys.modules, "torch", None)
     for tensors, error, message in [
         (tmp_path / "layer.safetensors", OSError, "is no readable .safetensors file"),
         (tmp_path / "none.safetensors", OSError, "none.safetensors"),
         (tmp_path / "layer.npz", ValueError, "must be a .safetensors, .pt, .pth or .bin file"),
         (tmp_path / "layer.pt", ImportError, "needs PyTorch, which is not installed"),
+        (tmp_path / "folder.safetensors", IsADirectoryError, "folder.safetensors must be a file, but is a directory"),
+        ({1: 2}, TypeError, "tensors must be named by strings, got the name 1"),
         (3, TypeError, "tensors must be a mapping or a path, got int"),
         ({**published(), "memory": np.zeros(3, int)}, TypeError, "memory must be floating point, got int64"),
     ]:

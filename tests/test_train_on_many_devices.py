@@ -81,6 +81,20 @@ def test_a_mesh_without_the_axis():
         model_shardings({}, mesh_of(1, 1), 1, axis="heads")
 
 
+@pytest.mark.parametrize(
+    ("mesh", "num_heads", "error", "message"),
+    [
+        (None, 2, TypeError, "mesh must be a jax.sharding.Mesh, got NoneType"),
+        (mesh_of(1, 1), 0, ValueError, "num_heads must be at least 1, got 0"),
+        (mesh_of(1, 1), 2.0, TypeError, "num_heads must be an integer, got 2.0"),
+    ],
+    ids=["mesh", "zero", "float"],
+)
+def test_bad_arguments_of_model_shardings(mesh, num_heads, error, message):
+    with pytest.raises(error, match=message):
+        model_shardings({}, mesh, num_heads)
+
+
 # ---- the command
 
 

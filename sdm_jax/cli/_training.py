@@ -112,7 +112,7 @@ class Trainer:
         if self._mesh is None:
             here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             return jax.tree.map(lambda _: here, state)
-        return model_shardings(state, self._mesh, self._model_config.memory.get("num_heads", 1))
+        return model_shardings(state, self._mesh, (self._model_config.memory or {}).get("num_heads", 1))
 
     def shapes(self) -> TrainingState:
         """Shapes of a state's arrays, with their shardings."""

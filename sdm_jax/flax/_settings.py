@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sdm_jax.checks import is_array
@@ -76,7 +77,7 @@ def float_dtype(name: str, value: Any, names: Iterable[str]) -> jnp.dtype:
     """`value` as a dtype among `names`; a TypeError otherwise."""
     names = tuple(names)
     try:
-        dtype = jnp.dtype(value)
+        dtype = None if value is None else jnp.dtype(value)  # jnp.dtype(None) is float64
     except TypeError:
         dtype = None
     if dtype is None or dtype.name not in names:
@@ -106,10 +107,10 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """`value` if it is a bool; a TypeError otherwise."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}; the nearest valid value is {bool(value)}")
-    return value
+    """`value`, a bool of Python or NumPy, as a bool of Python; a TypeError otherwise."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def initializer(name: str, value: Any) -> Any:
@@ -117,6 +118,13 @@ def initializer(name: str, value: Any) -> Any:
     if not callable(value):
         raise TypeError(f"{name} must be a function of (key, shape, dtype) that gives an array, got {value!r}")
     return value
+
+
+def initialized(name: str, variable: nnx.Variable, shape: tuple[int, ...]) -> None:
+    """Checks that the initializer `name` has given a parameter its shape; a ValueError otherwise."""
+    got = getattr(variable.get_value(), "shape", None)
+    if got != shape:
+        raise ValueError(f"{name} must give an array of the shape asked for, {shape}, got shape {got}")
 
 
 def metadata(name: str, value: Any) -> dict[str, Any]:
@@ -129,10 +137,26 @@ def metadata(name: str, value: Any) -> dict[str, Any]:
 
 
 def random_streams(name: str, value: Any) -> nnx.Rngs:
-    """`value` if it is `nnx.Rngs`; a TypeError otherwise."""
+    """`value` if it is `nnx.Rngs` with a stream for parameters.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it has no such stream.
+    """
     if not isinstance(value, nnx.Rngs):
         raise TypeError(f"{name} must be flax.nnx.Rngs, such as nnx.Rngs(0), got {value!r}")
+    if "params" not in value and "default" not in value:
+        raise ValueError(f"{name} must have a stream params, such as nnx.Rngs(0) or nnx.Rngs(params=0), got {value!r}")
     return value
+
+
+def known_tokens(name: str, value: Any, vocab_size: int) -> None:
+    """Checks that all of a concrete array of integers are in `0..vocab_size - 1`; a ValueError otherwise."""
+    if not value.size:
+        return
+    low, high = int(value.min()), int(value.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"{name} has ids of {low}..{high}, but the model knows those below {vocab_size}")
 
 
 def features(name: str, value: Any, dim: int) -> None:

@@ -97,7 +97,7 @@ class Attention(nnx.Module):
         _settings.random_streams("rngs", rngs)
 
         def projection(columns):
-            return nnx.Linear(
+            linear = nnx.Linear(
                 self.dim,
                 columns,
                 use_bias=False,
@@ -106,6 +106,8 @@ class Attention(nnx.Module):
                 kernel_init=kernel_init,
                 rngs=rngs,
             )
+            _settings.initialized("kernel_init", linear.kernel, (self.dim, columns))
+            return linear
 
         def norm():
             return nnx.RMSNorm(self.head_dim, dtype=self.dtype, param_dtype=param_dtype, rngs=rngs)
@@ -120,6 +122,9 @@ class Attention(nnx.Module):
 
         Without a window it has room for `max_length` tokens in all, which then must be given.
         """
+        _settings.integer("batch", batch, 0)
+        if max_length is not None:
+            _settings.integer("max_length", max_length, 0)
         length = max_length if self.window is None else self.window
         if length is None:
             raise ValueError("max_length must be given for attention without a window: its cache does not move")

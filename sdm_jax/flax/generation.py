@@ -53,7 +53,8 @@ def generate(
 ) -> jax.Array:
     """Samples continuations: the prompt at once, then token by token, in one compiled program.
 
-    BatchNorm uses its running statistics, whatever the model's mode.
+    BatchNorm uses its running statistics, whatever the model's mode. It is a program of its own: call it outside of
+    `jax.jit` and `jax.vmap`.
 
     Arguments:
         model: the model.
@@ -138,19 +139,20 @@ def _pieces(tokenizer, tokens):
 def _check(model, prompt, length, temperature, seed) -> tuple[jax.Array, int, jax.Array, jax.Array]:
     if not isinstance(model, LanguageModel):
         raise TypeError(f"model must be a LanguageModel, got {type(model).__name__}")
-    prompt = jnp.asarray(prompt)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((prompt, nnx.state(model)))):
+        raise TypeError("prompt and model must be concrete: sampling runs outside of jax.jit, jax.vmap and jax.grad")
+    if not isinstance(prompt, jax.Array):
+        prompt = np.asarray(prompt)  # as it is: JAX would take the low 32 bits of wider integers
     if prompt.ndim != 2 or prompt.size == 0:
         raise ValueError(f"prompt must be [batch, tokens] with at least one token, got shape {prompt.shape}")
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise TypeError(f"prompt must have an integer dtype, got {prompt.dtype}")
     if _settings.number("temperature", temperature) < 0:
         raise ValueError(f"temperature must be at least 0, got {temperature}")
-    low, high = int(prompt.min()), int(prompt.max())
-    if low < 0 or high >= model.vocab_size:
-        raise ValueError(f"prompt has tokens of {low}..{high}, but the model knows those below {model.vocab_size}")
+    _settings.known_tokens("prompt", prompt, model.vocab_size)
     length = _settings.integer("length", length, 0)
     key = jax.random.key(_settings.integer("seed", seed, 0, 2**31 - 1))
-    return prompt.astype(jnp.int32), length, jnp.float32(temperature), key
+    return jnp.asarray(prompt, jnp.int32), length, jnp.float32(temperature), key
 
 
 def _next(graph, variables, tokens, cache, key, temperature):

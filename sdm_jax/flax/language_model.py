@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sdm_jax._layout import BANK_DTYPES
@@ -38,7 +39,7 @@ class LanguageModelConfig:
         num_heads: heads of the attention layers.
         window: how many tokens, itself included, a token attends to in a `"swa"` layer.
         hidden_dim: width of the SwiGLU layers; None: 8/3 of `dim`, rounded up to a multiple of 32.
-        memory: keyword arguments of `SparseDeltaMemory` for the `"sdm"` layers.
+        memory: keyword arguments of `SparseDeltaMemory` for the `"sdm"` layers; None: its defaults.
         tie_head: the head is the embedding's matrix; else it has one of its own.
         remat: the backward computes each block again instead of keeping what is inside it.
         dtype: dtype of the computation; None: `param_dtype`.
@@ -51,11 +52,15 @@ class LanguageModelConfig:
     num_heads: int = 4
     window: int = 64
     hidden_dim: int | None = None
-    memory: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    memory: Mapping[str, Any] | None = dataclasses.field(default_factory=dict)
     tie_head: bool = True
     remat: bool = False
     dtype: str | None = None
     param_dtype: str = "float32"
+
+    def __hash__(self) -> int:
+        # Equal settings have equal ones of these; `memory`, a dict, has no hash.
+        return hash((tuple(self.layers), self.dim, self.vocab_size, self.num_heads, self.window, self.hidden_dim))
 
 
 class SwiGLU(nnx.Module):
@@ -83,7 +88,7 @@ class Block(nnx.Module):
         self.mixer_norm = nnx.RMSNorm(dim, rngs=rngs, **settings)
         self.mixer: SparseDeltaMemory | Attention
         if kind == "sdm":
-            self.mixer = SparseDeltaMemory(dim, rngs=rngs, **(settings | dict(config.memory)))
+            self.mixer = SparseDeltaMemory(dim, rngs=rngs, **(settings | dict(config.memory or {})))
         else:
             window = config.window if kind == "swa" else None
             self.mixer = Attention(dim, config.num_heads, window, rngs=rngs, **settings)
@@ -148,6 +153,10 @@ class LanguageModel(nnx.Module):
 
         `max_length`, the number of tokens in all, is needed by `"attention"` layers only. Logits of tokens
         beyond it are NaN.
+
+        Raises:
+            TypeError: `batch` or `max_length` is no integer, or the model is abstract.
+            ValueError: `batch` or `max_length` is negative, or `max_length` is needed.
         """
         return tuple(
             block.mixer.init_state(batch)
@@ -160,8 +169,13 @@ class LanguageModel(nnx.Module):
         """Predicts, after each of the given tokens, the next one.
 
         Arguments:
-            tokens: integers in `[0, vocab_size)`, `[B, T]`.
-            cache: where the texts stopped; None: at their start.
+            tokens: integers in `[0, vocab_size)`, `[B, T]`. Those of a NumPy array are checked; those of a JAX array,
+                which under `jit` has no values yet, are not: a negative one counts from the end, as in JAX's
+                indexing, and one that is no row of the embedding gives NaN, there and through the layers at other
+                tokens of that text, also earlier ones (in training with BatchNorm, of all texts).
+            cache: where the texts stopped; None: at their start. In pieces a text gives the logits of the whole to
+                rounding; where scores tie to rounding, as in bfloat16 they often do, other slots may be selected,
+                and logits differ visibly.
 
         Returns:
             `(logits, cache)`: `logits [B, T, vocab_size]` in float32 (float64 for a float64 model), and the
@@ -169,7 +183,8 @@ class LanguageModel(nnx.Module):
 
         Raises:
             TypeError: `tokens` is no array of integers, or `cache` not what `init_cache` gives.
-            ValueError: `tokens` has another shape, or `cache` is that of another number of texts or layers.
+            ValueError: `tokens` has another shape or, in a NumPy array, values out of range, or `cache` is that of
+                another number of texts or layers.
         """
         if not is_array(tokens):
             raise TypeError(f"tokens must be an array [batch, tokens], got {type(tokens).__name__}")
@@ -177,6 +192,8 @@ class LanguageModel(nnx.Module):
             raise TypeError(f"tokens must have an integer dtype, got {tokens.dtype}")
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be [batch, tokens], got shape {tokens.shape}")
+        if isinstance(tokens, np.ndarray):
+            _settings.known_tokens("tokens", tokens, self.vocab_size)
         if cache is not None:
             self._check_cache(cache, tokens.shape[0])
         x = self.embedding(tokens)

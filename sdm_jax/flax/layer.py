@@ -191,9 +191,8 @@ class SparseDeltaMemory(nnx.Module):
 
         init = nnx.initializers.truncated_normal(stddev=self.dim**-0.5, lower=-3.0, upper=3.0)
         kernel_init = init if kernel_init is None else _settings.initializer("kernel_init", kernel_init)
-        if out_kernel_init is None:
-            out_kernel_init = kernel_init
-        _settings.initializer("out_kernel_init", out_kernel_init)
+        out_name = "kernel_init" if out_kernel_init is None else "out_kernel_init"
+        out_kernel_init = kernel_init if out_kernel_init is None else _settings.initializer(out_name, out_kernel_init)
         _settings.initializer("bias_init", bias_init)
         bank_init = init if bank_init is None else _settings.initializer("bank_init", bank_init)
         kernel_metadata = _settings.metadata("kernel_metadata", kernel_metadata)
@@ -204,19 +203,15 @@ class SparseDeltaMemory(nnx.Module):
         bank_metadata = _settings.metadata("bank_metadata", bank_metadata)
         _settings.random_streams("rngs", rngs)
 
-        flags = {
-            "normalize_readings": normalize_readings,
-            "output_gate": output_gate,
-            "query_batchnorm": query_batchnorm,
-            "learned_bank": learned_bank,
-            "use_bias": use_bias,
-        }
-        for name, value in flags.items():
-            _settings.flag(name, value)
+        normalize_readings = _settings.flag("normalize_readings", normalize_readings)
+        output_gate = _settings.flag("output_gate", output_gate)
+        query_batchnorm = _settings.flag("query_batchnorm", query_batchnorm)
+        learned_bank = _settings.flag("learned_bank", learned_bank)
+        use_bias = _settings.flag("use_bias", use_bias)
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
-        def projection(columns, kernel_init=kernel_init, kernel_metadata=kernel_metadata):
-            return nnx.Linear(
+        def projection(columns, kernel_init=kernel_init, kernel_metadata=kernel_metadata, name="kernel_init"):
+            linear = nnx.Linear(
                 self.dim,
                 columns,
                 use_bias=use_bias,
@@ -227,6 +222,10 @@ class SparseDeltaMemory(nnx.Module):
                 rngs=rngs,
                 **dtypes,
             )
+            _settings.initialized(name, linear.kernel, (self.dim, columns))
+            if linear.bias is not None:
+                _settings.initialized("bias_init", linear.bias, (columns,))
+            return linear
 
         def batchnorm():
             if not query_batchnorm:
@@ -251,7 +250,7 @@ class SparseDeltaMemory(nnx.Module):
             nnx.LayerNorm(self.head_dim, epsilon=_NORM_EPSILON, rngs=rngs, **dtypes) if normalize_readings else None
         )
         self.output_gate = projection(self.dim) if output_gate else None
-        self.output = projection(self.dim, out_kernel_init, out_kernel_metadata)
+        self.output = projection(self.dim, out_kernel_init, out_kernel_metadata, out_name)
 
         a = jax.random.uniform(rngs.params(), (self.num_heads,), minval=low, maxval=high)
         self.A_log = GateParam(jnp.log(jnp.maximum(a, _SMALLEST_A)).astype(self.param_dtype))
@@ -265,17 +264,29 @@ class SparseDeltaMemory(nnx.Module):
             if learned_bank
             else None
         )
+        if self.bank is not None:
+            _settings.initialized("bank_init", self.bank, (rows, self.head_dim))
 
     @property
     def _bank_shape(self) -> tuple[int, int, int]:
         return self.num_heads, self.slots_per_head, self.head_dim
 
     def init_state(self, batch: int, dtype: Any = None) -> SDMState:
-        """The state of `batch` sequences that have seen no token; its bank has `dtype`, or the layer's."""
+        """The state of `batch` sequences that have seen no token; its bank has `dtype`, or the layer's.
+
+        Raises:
+            TypeError: `batch` is no integer, `dtype` no dtype of a bank, or the layer is abstract.
+            ValueError: `batch` is negative.
+        """
         dtype = self.dtype if dtype is None else _settings.float_dtype("dtype", dtype, BANK_DTYPES)
         shape = (_settings.integer("batch", batch, 0), *self._bank_shape)
         if self.bank is None:
             bank = jnp.zeros(shape, dtype)
+        elif isinstance(self.bank.get_value(), jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"the layer's bank is abstract, {self.bank.get_value()}: nnx.update the layer with arrays, or pass it "
+                "to jax.eval_shape as an argument"
+            )
         else:
             # Cast before the broadcast, which then is all that stands before the op: anything else there
             # would be a pass over the banks of the whole batch.

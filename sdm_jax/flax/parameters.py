@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+_NOT_DECAYED = ("A_log", "dt_bias", "bank", "bias", "scale")
+
 
 class BankParam(nnx.Param):
     """The learned initial bank: most of the parameters, of which a token touches few."""
@@ -38,16 +40,20 @@ def weight_decay_mask(params: Any) -> Any:
     """A mask for `optax.adamw(..., mask=weight_decay_mask)`: True for the matrices that every token passes through.
 
     False for parameters of the forget gate (`GateParam`: `A_log`, `dt_bias`), for initial banks (`BankParam`:
-    decay would act on all rows, and a batch touches few), and for biases and scales of norms.
+    decay would act on all rows, and a batch touches few), for biases and scales of norms, and for all with fewer than
+    two axes. Names decide as well as kinds, so that layers stacked by `nnx.vmap` and trees of bare arrays are served.
 
     Arguments:
-        params: a pytree with `nnx.Variable`s as nodes, such as `nnx.state(model, nnx.Param)`.
+        params: a tree of parameters by their names: `nnx.state(model, nnx.Param)`, or a pure one, as
+            `nnx.to_pure_dict` gives and `nnx.Optimizer` passes.
 
     Returns:
         The same pytree with a bool for each array.
     """
 
-    def decays(variable):
-        return variable.ndim >= 2 and not isinstance(variable, BankParam | GateParam)
+    def decays(path, variable):
+        key = path[-1] if path else None
+        name = getattr(key, "key", getattr(key, "name", None))  # of a dict's entry or a module's attribute
+        return variable.ndim >= 2 and not isinstance(variable, BankParam | GateParam) and name not in _NOT_DECAYED
 
-    return jax.tree.map(decays, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(decays, params, is_leaf=lambda node: isinstance(node, nnx.Variable))

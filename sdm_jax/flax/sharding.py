@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from sdm_jax.flax import _settings
 
 # Parameters of `SparseDeltaMemory` that hold something for each head, one head after another: the axis.
 _BY_HEAD: dict[tuple[str, ...], int] = {
@@ -36,8 +38,12 @@ def model_shardings(tree: Any, mesh: Mesh, num_heads: int, axis: str = "model") 
         The tree, a `jax.sharding.NamedSharding` for each array.
 
     Raises:
-        ValueError: the mesh has no such axis.
+        TypeError: `mesh` is no mesh, or `num_heads` no integer.
+        ValueError: the mesh has no such axis, or `num_heads` is below 1.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    num_heads = _settings.integer("num_heads", num_heads, 1)
     if axis not in mesh.shape:
         raise ValueError(f"axis must be one of the mesh's {mesh.axis_names}, got {axis!r}")
     size = mesh.shape[axis]

@@ -56,7 +56,8 @@ def from_torch_state_dict(
     `nnx.update(layer, from_torch_state_dict(layer, "layer.safetensors"))` takes it over.
 
     Arguments:
-        layer: a layer with the checkpoint's settings. It is not changed.
+        layer: a layer with the checkpoint's settings, or an abstract one, as `nnx.eval_shape` gives. It is not
+            changed.
         tensors: arrays or tensors by their names, or the path of a `.safetensors` file or of a file that
             `torch.save` wrote (`.pt`, `.pth`, `.bin`; needs PyTorch).
         prefix: what the names of this layer begin with, such as `"layers.3.memory."`; others are left out.
@@ -70,7 +71,11 @@ def from_torch_state_dict(
     """
     if not isinstance(layer, SparseDeltaMemory):
         raise TypeError(f"layer must be a SparseDeltaMemory, got {type(layer).__name__}")
-    named = {name.removeprefix(prefix): value for name, value in _read(tensors).items() if name.startswith(prefix)}
+    tensors = _read(tensors)
+    for name in tensors:
+        if not isinstance(name, str):
+            raise TypeError(f"tensors must be named by strings, got the name {name!r}")
+    named = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     state = nnx.state(nnx.clone(layer))
     wrong = []
     for entry, variable in _present(state):
@@ -86,7 +91,7 @@ def from_torch_state_dict(
             wrong.append(f"{prefix}{name} must be {shape} for {'.'.join(entry.path)}, got {value.shape}")
             continue
         array = jnp.asarray(value.T if entry.transposed else value, variable.dtype)
-        variable.set_value(jax.device_put(array, variable[...].sharding))
+        variable.set_value(jax.device_put(array, variable.get_value().sharding))
     wrong += [
         f"{prefix}{name} is left over: the layer has no such parameter" for name in named if not name.endswith(_COUNTER)
     ]
@@ -100,12 +105,18 @@ def to_torch_state_dict(layer: SparseDeltaMemory, prefix: str = "") -> dict[str,
 
     They are contiguous NumPy arrays, as `safetensors.numpy.save_file` and `torch.from_numpy` take them; bfloat16 ones,
     which PyTorch cannot take from NumPy, come as float32.
+
+    Raises:
+        TypeError: `layer` is no layer, or an abstract one.
     """
     if not isinstance(layer, SparseDeltaMemory):
         raise TypeError(f"layer must be a SparseDeltaMemory, got {type(layer).__name__}")
     tensors = {}
     for entry, variable in _present(nnx.state(layer)):
-        value = np.asarray(variable[...])
+        value = variable.get_value()
+        if isinstance(value, jax.ShapeDtypeStruct):
+            raise TypeError(f"layer must hold arrays, but {'.'.join(entry.path)} is abstract, {value}")
+        value = np.asarray(value)
         if value.dtype == jnp.bfloat16:
             value = value.astype(np.float32)
         tensors[prefix + entry.name] = np.ascontiguousarray(value.T if entry.transposed else value)
@@ -126,6 +137,8 @@ def _read(tensors) -> Mapping[str, Any]:
     if not isinstance(tensors, str | Path):
         raise TypeError(f"tensors must be a mapping or a path, got {type(tensors).__name__}")
     path = Path(tensors)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} must be a file, but is a directory")
     if path.suffix == ".safetensors":
         try:
             from safetensors import SafetensorError
