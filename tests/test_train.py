@@ -1,7 +1,9 @@
 """The commands `train`, `generate` and `info`: they learn, resume bit for bit, report, and say what is wrong."""
 
 import csv
+import importlib.util
 import itertools
+import json
 import shutil
 import signal
 import subprocess
@@ -150,7 +152,11 @@ def test_resume_equals_an_uninterrupted_run(data, tmp_path, capsys, monkeypatch)
         (["--tokenizer", "nowhere:at_all"], "--tokenizer nowhere:at_all: must be 'bytes' or 'module:object'"),
         (["--tokenizer", "math:pi"], "--tokenizer math:pi: the object must have encode, decode"),
         (["--implementation", "cuda"], "cuda"),
-        (["--resume"], "there is no checkpoint in"),
+        (["--resume"], "there is no folder"),
+        (["--resume", "--out", "{tmp}/empty"], "there is no checkpoint in"),
+        (["--out", "{tmp}/empty.txt"], "empty.txt is not a folder"),
+        (["--process-id", "5"], "--process-id 5 needs --processes above 1"),
+        (["--coordinator", "here:1"], "--coordinator here:1 needs --processes above 1"),
         (["--config", "{tmp}/none.yaml"], "none.yaml: No such file"),
         (["--resume", "--overwrite"], "exclude each other"),
         (["--out", "{tmp}/empty.txt/run"], "empty.txt/run: "),
@@ -166,29 +172,57 @@ def test_what_is_wrong_is_said(flags, message, tmp_path, capsys, data):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     assert message in error
+    if "--resume" in flags:
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "message"),
     [
-        ["--steps", "0"],
-        ["--learning-rate", "nan"],
-        ["--seed", "-1"],
-        ["--seed", "3000000000"],
-        ["--temperature", "x"],
-        ["--metrics", "json"],
-        ["--dtype", "float64"],
-        ["--product-key-factors", "4,x"],
-        ["--nothing"],
-        [],
+        (["--steps", "0"], "--steps: must be an integer of at least 1, got '0'"),
+        (["--steps", "abc"], "--steps: must be an integer of at least 1, got 'abc'"),
+        (["--learning-rate", "nan"], "--learning-rate: must be a finite number above 0, got 'nan'"),
+        (["--write-scale", "x"], "--write-scale: must be a finite number, got 'x'"),
+        (["--seed", "-1"], "--seed: must be an integer of at least 0, got '-1'"),
+        (["--seed", "3000000000"], "--seed: must be below 2^31, got 3000000000"),
+        (["--temperature", "x"], "--temperature: must be a finite number of at least 0, got 'x'"),
+        (["--metrics", "json"], "--metrics: invalid choice: 'json'"),
+        (["--dtype", "float64"], "--dtype: invalid choice: 'float64'"),
+        (["--implementation", "gpu"], "--implementation: invalid choice: 'gpu' (choose from "),
+        (["--product-key-factors", "4,x"], "must be integers of at least 1 with commas between them, got '4,x'"),
+        (["--out", ""], "--out: must not be empty"),
+        (["--nothing"], "unrecognized arguments: --nothing"),
+        ([], "required: COMMAND"),
     ],
     ids=str,
 )
-def test_usage_errors(flags, capsys):
+def test_usage_errors(flags, message, capsys):
     with pytest.raises(SystemExit) as exit_status:
         main(["train", *flags] if flags else [])
     assert exit_status.value.code == 2
-    assert "usage: python -m sdm_jax" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "usage: python -m sdm_jax" in error
+    assert message in error.splitlines()[-1]
+
+
+def test_overwrite_deletes_once_a_step_has_run(data, tmp_path, capsys, monkeypatch):
+    assert command(data, tmp_path, "--steps", 3, "--sample-length", 0) == 0
+    (_, before), rows = arrays(tmp_path), metrics(tmp_path)
+    find_spec = importlib.util.find_spec
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboardX" else find_spec(name))
+        assert command(data, tmp_path, "--overwrite", "--metrics", "tensorboard") == 2
+    assert "needs tensorboardX" in capsys.readouterr().err
+    assert command(data, tmp_path, "--overwrite", "--implementation", "cuda") == 2
+    assert "'cuda' cannot serve" in capsys.readouterr().err
+    step, after = arrays(tmp_path)
+    assert step == 3
+    assert all(value.tobytes() == after[name].tobytes() for name, value in before.items())
+    assert metrics(tmp_path) == rows
+    assert command(data, tmp_path, "--overwrite", "--steps", 1, "--sample-length", 0) == 0
+    with Checkpoints(str(tmp_path)) as checkpoints:
+        assert checkpoints.latest_step == 1
+    assert [row["step"] for row in metrics(tmp_path)] == ["1"]
 
 
 def test_help_does_not_wait_for_flax():
@@ -264,11 +298,11 @@ def test_yaml(data, tmp_path, capsys):
     assert "checkpoint: step 3" in out
     assert not (tmp_path / "run" / "metrics.csv").exists()
     for line, message in [
-        ("slots: four", "slots: invalid value 'four'"),
+        ("slots: four", "slots: must be an integer of at least 1, got 'four'"),
         ("slot: 4", "there is no flag --slot"),
         ("tie_head: 3", "tie_head: must be true or false, got 3"),
         ("dim: true", "dim: must be a value or a list, got True"),
-        ("steps: 0", "steps: must be at least 1, got 0"),
+        ("steps: 0", "steps: must be an integer of at least 1, got '0'"),
         ("dtype: float16", "dtype: must be one of 'float32', 'bfloat16', got 'float16'"),
         ("- a list", "must map the names of flags to values"),
         ("dim: [", "is not YAML"),
@@ -294,6 +328,43 @@ class Pairs:
 
 
 PAIRS = Pairs()
+
+
+class Constant:
+    """A tokenizer that gives the same tokens for every text."""
+
+    vocab_size = 100
+
+    def __init__(self, *tokens):
+        self.tokens = tokens
+
+    def encode(self, text):
+        return [*self.tokens] * 100
+
+    def decode(self, tokens):
+        return ""
+
+
+TOO_LARGE, NEGATIVE, FRACTIONS = Constant(3, 100), Constant(0, -1), Constant(0.5, 1.5)
+STRINGS, NESTED, RAGGED = Constant("a"), Constant([1, 2]), Constant([1], [2, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("TOO_LARGE", "got tokens from 3 to 100"),
+        ("NEGATIVE", "got tokens from -1 to 0"),
+        ("FRACTIONS", "got 1 dimensions of float64"),
+        ("STRINGS", "got 1 dimensions of <U1"),
+        ("NESTED", "got 2 dimensions of int64"),
+        ("RAGGED", "inhomogeneous"),
+    ],
+)
+def test_tokens_that_do_not_fit(name, message, data, tmp_path, capsys):
+    assert command(data, tmp_path, "--tokenizer", f"test_train:{name}") == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert "--tokenizer: its tokens must be a list of integers from 0 to vocab_size - 1, 99" in error
+    assert message in error
 
 
 def test_tokenizer_and_generate(data, tmp_path, capsys):
@@ -352,6 +423,28 @@ def test_damaged_checkpoint(data, tmp_path, capsys):
             path.write_bytes(b"{")
     assert main(["generate", "--from", str(broken)]) == 2
     assert "cannot be read; it is damaged" in capsys.readouterr().err
+
+
+def test_settings_and_metrics_that_are_none(data, tmp_path, capsys):
+    assert command(data, tmp_path, "--steps", 2, "--sample-length", 0) == 0
+    (settings,) = (path for path in (tmp_path / "2" / "settings").rglob("*") if b'"dim"' in path.read_bytes())
+    saved = json.loads(settings.read_text())
+    without_dim = {name: value for name, value in saved.items() if name != "dim"}
+    for content, message in (([saved], "(its settings are a list)"), (without_dim, "(its settings lack dim)")):
+        settings.write_text(json.dumps(content))
+        for arguments in (
+            ["train", "--resume", "--out", str(tmp_path)],
+            ["generate", "--from", str(tmp_path)],
+            ["info", "--from", str(tmp_path)],
+        ):
+            assert main(arguments) == 2
+            error = capsys.readouterr().err
+            assert f"the checkpoint of step 2 in {tmp_path} cannot be read" in error
+            assert message in error
+    settings.write_text(json.dumps(saved))
+    (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe\0")
+    assert main(["train", "--resume", "--out", str(tmp_path), "--steps", "4"]) == 2
+    assert "metrics.csv is not a CSV file" in capsys.readouterr().err
 
 
 def test_tensorboard(data, tmp_path):

@@ -8,6 +8,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from sdm_jax.cli._errors import CommandError
+from sdm_jax.cli._training import needed_settings
 
 
 class Checkpoints:
@@ -23,6 +24,8 @@ class Checkpoints:
         self.folder = Path(folder).expanduser().absolute()
         if not create and not self.folder.is_dir():
             raise CommandError(f"there is no folder {self.folder}")
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CommandError(f"{self.folder} is not a folder")
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         handlers = {"state": ocp.StandardCheckpointHandler(), "settings": ocp.JsonCheckpointHandler()}
         try:
@@ -53,23 +56,32 @@ class Checkpoints:
         """The settings saved with the newest checkpoint."""
         if self.latest_step is None:
             raise CommandError(f"there is no checkpoint in {self.folder}")
-        return self._restore("settings", ocp.args.JsonRestore())
+        settings = self._restore("settings", ocp.args.JsonRestore())
+        if not isinstance(settings, dict):
+            raise self._unreadable(f"its settings are a {type(settings).__name__}")
+        missing = [name for name in needed_settings() if name not in settings]
+        if missing:
+            raise self._unreadable(f"its settings lack {', '.join(missing)}")
+        return settings
 
     def restore(self, like: Any) -> Any:
         """The newest state; `like` is a pytree of shapes like it, with shardings, or None for plain dicts."""
         return self._restore("state", ocp.args.StandardRestore(like))
 
     def _restore(self, item: str, how: Any) -> Any:
-        step = self.latest_step
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+            return self._manager.restore(self.latest_step, args=ocp.args.Composite(**{item: how}))[item]
         except Exception as error:  # whatever the damage makes orbax raise
-            others = [other for other in self._manager.all_steps() if other != step]
-            older = f" to go back to step {max(others)}" if others else ""
-            raise CommandError(
-                f"the checkpoint of step {step} in {self.folder} cannot be read; it is damaged, or of another version "
-                f"of this package ({type(error).__name__}). Delete {self.folder / str(step)}{older}"
-            ) from error
+            raise self._unreadable(type(error).__name__) from error
+
+    def _unreadable(self, why: str) -> CommandError:
+        step = self.latest_step
+        others = [other for other in self._manager.all_steps() if other != step]
+        older = f" to go back to step {max(others)}" if others else ""
+        return CommandError(
+            f"the checkpoint of step {step} in {self.folder} cannot be read; it is damaged, or of another version "
+            f"of this package ({why}). Delete {self.folder / str(step)}{older}"
+        )
 
     def clear(self) -> None:
         """Deletes all checkpoints."""

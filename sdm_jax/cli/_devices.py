@@ -59,6 +59,10 @@ def start(invocation: argparse.Namespace) -> Any:
     sizes = invocation.mesh
     count = math.prod(sizes.values()) if sizes else 1
     processes = invocation.processes
+    if processes == 1 and (invocation.process_id > 0 or "processes" not in invocation.given):
+        for name in ("coordinator", "process_id"):
+            if name in invocation.given:
+                raise CommandError(f"--{name.replace('_', '-')} {invocation.given[name]} needs --processes above 1")
     if processes > 1:
         if invocation.coordinator is None or invocation.process_id >= processes:
             raise CommandError(

@@ -78,10 +78,7 @@ class Flags:
         if isinstance(value, dict | bool):
             raise ValueError(f"must be a value or a list, got {value!r}")
         convert: Any = action.type or str
-        try:
-            value = convert(str(value))
-        except ValueError:
-            raise ValueError(f"invalid value {value!r}") from None
+        value = convert(str(value))
         if action.choices is not None and value not in action.choices:
             raise ValueError(f"must be one of {', '.join(map(repr, action.choices))}, got {value!r}")
         return value
@@ -89,48 +86,76 @@ class Flags:
 
 def positive_integer(text: str) -> int:
     """An integer of at least 1."""
-    return _bounded(int(text), 1)
+    return _integer(text, 1)
 
 
 def natural(text: str) -> int:
     """An integer of at least 0."""
-    return _bounded(int(text), 0)
+    return _integer(text, 0)
 
 
 def seed(text: str) -> int:
     """An integer that fits an int32, of at least 0."""
-    if int(text) > 2**31 - 1:
+    value = natural(text)
+    if value > 2**31 - 1:
         raise argparse.ArgumentTypeError(f"must be below 2^31, got {text}")
-    return natural(text)
+    return value
 
 
 def integers(text: str) -> list[int]:
     """Integers of at least 1 with commas between them."""
-    return [positive_integer(part) for part in text.split(",")]
+    try:
+        return [positive_integer(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"must be integers of at least 1 with commas between them, got {text!r}"
+        ) from None
+
+
+def path(text: str) -> str:
+    """A path."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
 
 
 def number(text: str) -> float:
     """A finite number."""
-    if not math.isfinite(float(text)):
-        raise argparse.ArgumentTypeError(f"must be a finite number, got {text}")
-    return float(text)
+    value = _float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
+    return value
 
 
 def positive(text: str) -> float:
     """A finite number above 0."""
-    if not 0 < float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text}")
-    return float(text)
+    value = _float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
+    return value
 
 
 def nonnegative(text: str) -> float:
     """A finite number of at least 0."""
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text}")
-    return float(text)
-
-
-def _bounded(value: int, low: int) -> int:
-    if value < low:
-        raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+    value = _float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text!r}")
     return value
+
+
+def _integer(text: str, low: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = low - 1
+    if value < low:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least {low}, got {text!r}")
+    return value
+
+
+def _float(text: str) -> float:
+    """The number that the text is; NaN if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

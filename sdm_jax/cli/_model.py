@@ -6,6 +6,7 @@ import argparse
 import math
 from typing import Any
 
+from sdm_jax.checks import IMPLEMENTATIONS
 from sdm_jax.cli import _flags
 from sdm_jax.cli._errors import CommandError
 
@@ -82,7 +83,13 @@ def add_flags(flags: _flags.Flags) -> list[str]:
     flags.add("--chunk-size", 64, "tokens that the memory handles together", type=integer, metavar="N")
     flags.add("--snapshot-quant", "none", "the backward's snapshot: none, bf16, fp8 or int4", metavar="MODE")
     flags.add("--grad-bank-dtype", None, "float32: carry a bfloat16 bank's gradient so", metavar="NAME")
-    flags.add("--implementation", None, "cpu, cuda or xla (default: the platform's best)", metavar="NAME")
+    flags.add(
+        "--implementation",
+        None,
+        f"{', '.join(IMPLEMENTATIONS)} (default: the platform's best)",
+        choices=IMPLEMENTATIONS,
+        metavar="NAME",
+    )
     return [name for name in flags.defaults if name not in before and name not in _COMPUTATION]
 
 

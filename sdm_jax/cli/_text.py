@@ -64,21 +64,21 @@ def load_tokenizer(name: str) -> tuple[Any, int]:
     return tokenizer, size
 
 
-def read_text(path: str | None, tokenizer: Any = None) -> Text:
+def read_text(path: str | None, tokenizer: Any = None, vocab_size: int = 256) -> Text:
     """Reads a file, all text files of a folder, or (None) the Python sources of the standard library.
 
-    Without a tokenizer the tokens are the bytes.
+    Without a tokenizer the tokens are the bytes; one must give integers in `[0, vocab_size)`.
 
     Files come in the order of their paths; hidden files and files with NUL bytes are left out. Every 20th
     file of a folder is for validation; where these are too few or too short, and for a single file, it
     is the last twentieth of the text.
 
     Raises:
-        CommandError: there is nothing to read, or it cannot be read.
+        CommandError: there is nothing to read, it cannot be read, or the tokenizer gives other tokens.
     """
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return _split(f"the standard library in {root}", _read_files(root, _sources(root)), tokenizer)
+        return _split(f"the standard library in {root}", _read_files(root, _sources(root)), tokenizer, vocab_size)
     root = Path(path)
     if not root.exists():
         raise CommandError(f"--data {path}: there is no such file or folder")
@@ -88,7 +88,7 @@ def read_text(path: str | None, tokenizer: Any = None) -> Text:
             f"--data {path}: "
             + ("the file is empty or not text (has NUL bytes)" if root.is_file() else "found no text in it")
         )
-    return _split(str(root), files, tokenizer)
+    return _split(str(root), files, tokenizer, vocab_size)
 
 
 def _sources(root: Path) -> list[Path]:
@@ -115,7 +115,7 @@ def _read_files(root: Path, paths: list[Path]) -> list[bytes]:
     return files
 
 
-def _split(source: str, files: list[bytes], tokenizer: Any) -> Text:
+def _split(source: str, files: list[bytes], tokenizer: Any, vocab_size: int) -> Text:
     validation = b"".join(files[_EVERY - 1 :: _EVERY])
     train = b"".join(content for i, content in enumerate(files) if i % _EVERY != _EVERY - 1)
     if len(validation) * 5 * _EVERY < len(train):
@@ -125,20 +125,32 @@ def _split(source: str, files: list[bytes], tokenizer: Any) -> Text:
     fingerprint = zlib.crc32(validation, zlib.crc32(train))
     return Text(
         source=source,
-        train=_tokens(train, tokenizer),
-        validation=_tokens(validation, tokenizer),
+        train=_tokens(train, tokenizer, vocab_size),
+        validation=_tokens(validation, tokenizer, vocab_size),
         train_bytes=len(train),
         validation_bytes=len(validation),
         fingerprint=fingerprint,
     )
 
 
-def _tokens(text: bytes, tokenizer: Any) -> np.ndarray:
+def _tokens(text: bytes, tokenizer: Any, vocab_size: int) -> np.ndarray:
     if tokenizer is None:
         return np.frombuffer(text, np.uint8)
     from sdm_jax.flax.generation import token_ids
 
-    return np.asarray(token_ids(tokenizer, text.decode(errors="replace")), np.int32)
+    needed = f"--tokenizer: its tokens must be a list of integers from 0 to vocab_size - 1, {vocab_size - 1}"
+    ids = token_ids(tokenizer, text.decode(errors="replace"))
+    try:
+        tokens = np.asarray(ids)
+    except ValueError as error:  # lists of several lengths
+        raise CommandError(f"{needed}: {error}") from None
+    if not tokens.size:
+        return np.zeros(0, np.int32)
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise CommandError(f"{needed}, got {tokens.ndim} dimensions of {tokens.dtype}")
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise CommandError(f"{needed}, got tokens from {tokens.min()} to {tokens.max()}")
+    return tokens.astype(np.int32)
 
 
 def draw_batch(text: np.ndarray, batch_size: int, length: int, seed: int, step: int) -> np.ndarray:

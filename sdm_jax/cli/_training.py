@@ -15,7 +15,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from sdm_jax.cli import _model
+from sdm_jax.cli import _flags, _model
 from sdm_jax.flax import LanguageModel, LanguageModelConfig, model_shardings, weight_decay_mask
 
 
@@ -63,6 +63,13 @@ class OptimizerConfig:
             optax.clip_by_global_norm(self.clip_norm),
             optax.adamw(self.schedule(), b2=0.99, weight_decay=self.weight_decay, mask=weight_decay_mask),
         )
+
+
+def needed_settings() -> list[str]:
+    """The names of the settings that a model is made from again: its tokenizer and those of `make_trainer`."""
+    flags = _flags.Flags(argparse.ArgumentParser())
+    _model.add_flags(flags)
+    return ["tokenizer", *flags.defaults, *(field.name for field in dataclasses.fields(OptimizerConfig))]
 
 
 def make_trainer(settings: argparse.Namespace, vocab_size: int, mesh: Mesh | None = None) -> Trainer:

@@ -212,7 +212,7 @@ def parse_shape(text: str) -> Shape:
         else:
             try:
                 value = _flags.positive_integer(value)
-            except (ValueError, argparse.ArgumentTypeError):
+            except argparse.ArgumentTypeError:
                 raise CommandError(f"--shape {text}: {name} must be an integer of at least 1, got {value!r}") from None
         values[name] = value
     values.setdefault("R", values.get("W"))

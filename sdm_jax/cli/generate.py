@@ -18,7 +18,9 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     integer, seed = _flags.natural, _flags.seed
-    parser.add_argument("--from", default="runs/sdm", dest="folder", help="folder of the run", metavar="DIR")
+    parser.add_argument(
+        "--from", default="runs/sdm", dest="folder", type=_flags.path, help="folder of the run", metavar="DIR"
+    )
     parser.add_argument("--prompt", default="def ", help="text to continue", metavar="TEXT")
     parser.add_argument("--length", default=512, help="tokens to sample", type=integer, metavar="N")
     parser.add_argument(
@@ -58,7 +60,7 @@ def print_continuation(model: Any, tokenizer: Any, prompt: str, length: int, tem
     prompt = prompt or "\n"
     try:
         pieces = generate_text(model, tokenizer, prompt, length, temperature=temperature, seed=seed)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CommandError(f"--prompt: {error}") from None
     print(prompt, end="", flush=True)
     for piece in pieces:

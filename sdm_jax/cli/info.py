@@ -27,7 +27,13 @@ def add_parser(subparsers: Any) -> None:
     flags = _flags.Flags(parser)
     flags.group("configuration")
     flags.add("--config", None, "YAML file of flags by their names; those given here come first", metavar="FILE")
-    flags.add("--from", None, "folder of a run whose settings to take where no flag is given", metavar="DIR")
+    flags.add(
+        "--from",
+        None,
+        "folder of a run whose settings to take where no flag is given",
+        type=_flags.path,
+        metavar="DIR",
+    )
     flags.add("--tokenizer", "bytes", "bytes, or MODULE:OBJECT, as in train", metavar="NAME")
     flags.add("--batch-size", 2, "pieces of text that are computed together", type=_flags.positive_integer, metavar="N")
     flags.add("--length", 512, "tokens of a piece", type=_flags.positive_integer, metavar="N")

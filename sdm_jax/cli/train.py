@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
         "bytes, or MODULE:OBJECT, any object with encode, decode and vocab_size",
         metavar="NAME",
     )
-    flags.add("--out", "runs/sdm", "folder of the checkpoints and metrics", metavar="DIR")
+    flags.add("--out", "runs/sdm", "folder of the checkpoints and metrics", type=_flags.path, metavar="DIR")
     flags.add(
         "--resume",
         False,
@@ -89,8 +89,10 @@ def run(given: dict[str, Any], defaults: dict[str, Any], model_flags: list[str])
     from sdm_jax.cli._checkpoint import Checkpoints
 
     invocation = argparse.Namespace(**(defaults | given), given=given)
+    if invocation.resume and invocation.overwrite:
+        raise CommandError("--resume and --overwrite exclude each other")
     mesh = _devices.start(invocation)
-    with Checkpoints(invocation.out) as checkpoints:
+    with Checkpoints(invocation.out, create=not invocation.resume) as checkpoints:
         settings = _settle(given, defaults, model_flags, checkpoints)
         _devices.check_batch_size(mesh, settings.batch_size)
         return _train(settings, invocation, checkpoints, mesh)
@@ -101,8 +103,6 @@ def _settle(given, defaults, model_flags, checkpoints) -> argparse.Namespace:
     flags = {**defaults, **given}
     latest = checkpoints.latest_step
     saved: dict[str, Any] = {}
-    if flags["resume"] and flags["overwrite"]:
-        raise CommandError("--resume and --overwrite exclude each other")
     if flags["resume"]:
         saved = checkpoints.settings()
         for name in model_flags:
@@ -131,7 +131,7 @@ def _train(settings, invocation, checkpoints, mesh) -> int:
 
     tokenizer, vocab_size = _text.load_tokenizer(settings.tokenizer)
     of_bytes = settings.tokenizer == "bytes"
-    text = _text.read_text(settings.data, None if of_bytes else tokenizer)
+    text = _text.read_text(settings.data, None if of_bytes else tokenizer, vocab_size)
     for part in (text.train, text.validation):
         if len(part) <= settings.length:
             raise CommandError(
@@ -148,12 +148,7 @@ def _train(settings, invocation, checkpoints, mesh) -> int:
     )
     order_1 = _text.ByteBigram(text.train).bits_per_byte(pieces) if of_bytes else None
 
-    if invocation.resume:
-        state = checkpoints.restore(trainer.shapes())
-    else:
-        state = trainer.init(settings.seed)
-        # Now that nothing is left that could be wrong with the settings or the text.
-        checkpoints.clear()
+    state = checkpoints.restore(trainer.shapes()) if invocation.resume else trainer.init(settings.seed)
     count = count_parameters(trainer.model(state))
     _say(
         f"text: {text.source}, {text.train_bytes:,} bytes to train on and {text.validation_bytes:,} to validate on\n"
@@ -275,6 +270,9 @@ def _run_steps(trainer, state, text, settings, validation, checkpoints, metrics)
                 if _is_first_process():
                     bar.write(line)
             metrics.write(done, values)
+            if step == 0:
+                # What --overwrite replaces, now that a whole step has shown the settings and the text to be right.
+                checkpoints.clear()
             if done % settings.save_every == 0 and done < settings.steps:
                 checkpoints.save(done, state, vars(settings))
             paused += time.perf_counter() - pause
