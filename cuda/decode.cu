@@ -53,8 +53,6 @@ struct __align__(16) WrittenRow {
   float decay, weight;   // the new row: decay * row + weight * delta
 };
 
-__device__ inline void prefetch_row(const void* row) { asm volatile("prefetch.global.L2 [%0];" ::"l"(row)); }
-
 template <class T, int V, int L>
 __global__ void __launch_bounds__(kThreads, (Slice<V, L>::kBlocks)) decode_kernel(const __grid_constant__ Params a) {
   static_assert(kThreads == kMost, "a thread an entry");

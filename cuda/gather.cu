@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_consta
   // v, ids and weights do not change from step to step. v waits in the second-level cache, not in registers.
   if (kind.v != nullptr && inside) {
     const T* v = static_cast<const T*>(kind.v) + (p * a.tokens + t) * a.width + column;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(v));
+    prefetch_row(v);
   }
   int id[kInFlight];
   float weight[kInFlight];

@@ -106,13 +106,25 @@ struct RowRounds {
     copy<kGradPieces>(stage(round) + kRowPieces * kPiece, from);
   }
   __device__ Packed<T, V> row(int round) const { return read<T>(stage(round)); }
-  __device__ Packed<G, V> grad(int round) const { return read<G>(stage(round) + kRowPieces * kPiece); }
-  // Ends the copies of a round; every round has its commit.
-  __device__ static void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+  // What was copied from `from`, or is there, where nothing is copied.
+  __device__ Packed<T, V> row(int round, const T* from) const {
+    if constexpr (V == 1) {
+      return load_row<T, V>(from);
+    } else {
+      return row(round);
+    }
+  }
+  __device__ Packed<G, V> grad(int round, const G* from) const {
+    if constexpr (V == 1) {
+      return load_row<G, V>(from);
+    } else {
+      return read<G>(stage(round) + kRowPieces * kPiece);
+    }
+  }
   // Waits for the `Count` oldest of kDepth rounds.
   template <int Count>
   __device__ static void wait() {
-    if constexpr (V > 1) asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - Count) : "memory");
+    if constexpr (V > 1) wait_for_older_copies<kDepth - Count>();
   }
 
  private:
@@ -137,9 +149,6 @@ struct RowRounds {
     return x;
   }
 };
-
-// Brings the 32 bytes at an address into the second-level cache, without waiting.
-__device__ inline void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // to[index], or adds to it what the slices before have given.
 __device__ inline void put(float* to, float x, int slice) { *to = slice > 0 ? *to + x : x; }
@@ -210,12 +219,12 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
           if constexpr (kCopies) {
             rounds.copy_row(round, reinterpret_cast<const T*>(stored) + column0 + c);
           } else {
-            prefetch(stored + (Q == Quant::bf16  ? 2 * (column0 + c)
-                               : Q == Quant::fp8 ? column0 + c
-                                                 : (column0 + c) / 2));
+            prefetch_row(stored + (Q == Quant::bf16  ? 2 * (column0 + c)
+                                   : Q == Quant::fp8 ? column0 + c
+                                                     : (column0 + c) / 2));
           }
         }
-        rounds.commit();
+        end_copies();  // every round has its own
       }
     };
     // The bank row, which goes back to the bank, and the gradient row.
@@ -227,11 +236,7 @@ __device__ inline void move_written(const Params& a, const Place<V, Columns>& at
         Packed<T, V> packed_row = {};
         Packed<G, V> packed_grad = {};
         if (record.slot() >= 0 && c < columns) {
-          if constexpr (V > 1) {
-            packed_grad = rounds.grad(round);
-          } else {
-            packed_grad = load_row<G, V>(row_at(d_bank + c, record.slot(), grad_row));
-          }
+          packed_grad = rounds.grad(round, row_at(d_bank + c, record.slot(), grad_row));
           if constexpr (V > 1 && kCopies) {
             packed_row = rounds.row(round);
           } else {
@@ -400,7 +405,7 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
           rounds.copy_grad(round, row_at(d_bank + c, record.slot(), grad_row));
           rounds.copy_row(round, row_at(bank + c, record.slot(), bank_row));
         }
-        rounds.commit();
+        end_copies();  // every round has its own
       }
     };
     const auto take = [&](const SlotRecord& record, int round, float (&row)[Lanes::steps][V],
@@ -411,13 +416,8 @@ __device__ inline void move_read(const Params& a, const Place<V, Columns>& at) {
         Packed<T, V> packed_row = {};
         Packed<G, V> packed_grad = {};
         if (record.slot() >= 0 && c < columns) {
-          if constexpr (V > 1) {
-            packed_grad = rounds.grad(round);
-            packed_row = rounds.row(round);
-          } else {
-            packed_grad = load_row<G, V>(row_at(d_bank + c, record.slot(), grad_row));
-            packed_row = load_row<T, V>(row_at(bank + c, record.slot(), bank_row));
-          }
+          packed_grad = rounds.grad(round, row_at(d_bank + c, record.slot(), grad_row));
+          packed_row = rounds.row(round, row_at(bank + c, record.slot(), bank_row));
         }
         unpack<T, V>(packed_row, row[s]);
         unpack<G, V>(packed_grad, grad[s]);

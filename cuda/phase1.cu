@@ -15,7 +15,6 @@ constexpr int kDigits = 256;
 constexpr int kUnroll = 4;
 constexpr int kPairThreads = 256;
 constexpr int kPairWarps = kPairThreads / 32;
-constexpr unsigned kAll = 0xffffffffu;
 
 struct Params {
   const int32_t *k_idx, *q_idx;

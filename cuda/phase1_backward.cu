@@ -16,7 +16,6 @@ constexpr int kThreads = 256;  // half in the second kernel where shared memory 
 constexpr int kTeam = 8;       // lanes, and the most entries of a slot that a team takes
 constexpr int kTeams = 32 / kTeam;
 constexpr int kEach = 4;  // entries of a kind that a thread of the first kernel takes
-constexpr unsigned kAll = 0xffffffffu;
 
 struct Params {
   const int32_t *k_idx, *q_idx;

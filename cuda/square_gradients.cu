@@ -24,14 +24,6 @@ struct Params {
   int chunk, tiles;
 };
 
-// Groups of copies: those of a piece.
-__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// For all but the newest `Newest` groups.
-template <int Newest>
-__device__ inline void wait_for_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Newest) : "memory");
-}
-
 // A piece of kRows rows, as it lies in memory.
 template <class T>
 struct Piece {
@@ -161,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 2) products_kernel(const __grid_cons
       delta.fetch(to.delta, step * kDepth, width);
       dy.fetch(to.dy, step * kDepth, width);
     }
-    end_group();
+    end_copies();
   };
   // 32 x 32 of du delta^T for each of the first four warps, of dY delta^T for the others, in an order that gives the
   // four parts of a multiprocessor about the same work on the diagonal.
@@ -172,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, 2) products_kernel(const __grid_cons
   float sum[2][4][4] = {};
   for (int step = 0; step < kStages - 1; ++step) fetch(step);
   for (int step = 0; step < steps; ++step) {
-    wait_for_groups<kStages - 2>();
+    wait_for_older_copies<kStages - 2>();
     __syncthreads();
     fetch(step + kStages - 1);  // over the piece of the step before, which all have left
     if (below + 31 < 0) continue;

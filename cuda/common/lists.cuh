@@ -5,6 +5,8 @@
 
 namespace sdm::gpu {
 
+inline constexpr unsigned kAll = 0xffffffffu;  // lanes of a warp
+
 // The lists of one chunk. They may come from a caller, so every position is checked before use.
 struct SlotLists {
   const int32_t* slots;   // [most] ascending, then -1

@@ -87,6 +87,13 @@ __device__ inline void copy_async(float* to, const float* from, bool inside) {
   const int bytes = inside ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
 }
+// Copies since the last call of this are a group.
+__device__ inline void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all groups but the newest.
+template <int Newest>
+__device__ inline void wait_for_older_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Newest) : "memory");
+}
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace sdm::gpu
