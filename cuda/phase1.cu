@@ -325,8 +325,8 @@ __global__ void __launch_bounds__(kPairThreads, 5) pairs_kernel(const __grid_con
     const int w = w0 + lane, entry = t * writes + w;
     const bool inside = w < writes;
     const int id = inside ? a.k_idx[at.token * writes + entry] : -1;
-    const int index = inside ? a.write_marks()[at.stored_token * writes + entry] : 0;
     const bool ok = static_cast<unsigned>(id) < static_cast<unsigned>(a.num_slots);
+    const int index = ok ? a.write_marks()[at.stored_token * writes + entry] : 0;
     valid += __popc(__ballot_sync(kAll, ok));
     double since = 0, after = 0, own_gate = 0;
     float kappa = 0, weight = 0;
