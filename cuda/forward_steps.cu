@@ -36,8 +36,10 @@ struct Params {
 // A warp's entries of one chunk.
 struct Entries {
   int4 records[kMostEntries];
+  int2 second[kMostEntries];  // of slots with several, in the order of their records: the second one's next, and weight
   int32_t write_slot[kMostEntries], read_slot[kMostEntries];
   float write_weight[kMostEntries], read_weight[kMostEntries];
+  float carry[kMostEntries];  // of the first entry of each of these
 };
 
 template <int kColumns>
@@ -47,7 +49,8 @@ struct Memory {
   float squares[2][kTokens * kSquareStride];   // rows of X and QX
   float products[2][kTokens * kSquareStride];  // delta and QX u of the block's tokens
   Entries entries[kTokens];
-  unsigned piece;
+  Signal corrections, products_made, rows_moved;  // u has come; all blocks have their products, their rows
+  unsigned piece[2];                              // of this one, and of the next
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -66,40 +69,48 @@ __device__ void steps(const Params& a) {
   uint4* mine = held + warp * a.writes * kLanes + sub;
   const auto row_of_entry = [&](int e) { return reinterpret_cast<const Packed<T, V>*>(mine + e * kLanes); };
 
+  if (threadIdx.x == 0) {
+    memory.corrections.start(1);
+    memory.products_made.start(blocks);
+    memory.rows_moved.start(blocks);
+  }
   group.sync();  // each block has started before another writes to its memory
-  int task, part;
-  while (take_piece(group, a.pieces, &memory.piece, &task, &part)) {
-    const int64_t p = task / a.slices;
-    const int64_t column = static_cast<int64_t>(task % a.slices) * kColumns + sub * V;
+  const int row_bytes = static_cast<int>(a.width * sizeof(T));
+  const auto load_entries = [&](int64_t p, int64_t n) {
+    if (n * a.chunk + t >= a.tokens || t >= a.chunk) return;
+    const int64_t token = p * a.tokens + n * a.chunk + t, at = (n - a.first_chunk) * a.chunk + t;
+    const int64_t stored = p * a.stored_tokens + at;
+    const int4* records = a.records + (p * a.stored_chunks * a.chunk + at) * a.writes;
+    for (int e = lane; e < a.writes; e += 32) {
+      copy_word(entries.write_slot + e, a.k_idx + token * a.writes + e);
+      copy_word(entries.write_weight + e, a.k_eff + stored * a.writes + e);
+      copy_vector(entries.records + e, records + e, true);
+    }
+    for (int e = lane; e < a.reads; e += 32) {
+      copy_word(entries.read_slot + e, a.q_idx + token * a.reads + e);
+      copy_word(entries.read_weight + e, a.q_eff + stored * a.reads + e);
+    }
+  };
+  int round = 0, number = 0;
+  take_piece(group, a.pieces, memory.piece);
+  group.sync();
+  Piece piece(a.pieces, memory.piece[0]);
+  if (piece.some) load_entries(piece.task / a.slices, a.first + piece.part * kPieceChunks);
+  while (piece.some) {
+    wait_for_piece(a.pieces, piece);
+    const int64_t p = piece.task / a.slices;
+    const int64_t column = static_cast<int64_t>(piece.task % a.slices) * kColumns + sub * V;
     const bool inside = column < a.width;
     T* slice = static_cast<T*>(a.bank) + p / a.streams_per_bank * a.bank_stride + column - sub * V;
-    const int row_bytes = static_cast<int>(a.width * sizeof(T));
     const auto bank_row = [&](int slot) {
       return reinterpret_cast<T*>(reinterpret_cast<char*>(slice + sub * V) + static_cast<int64_t>(slot) * row_bytes);
     };
-    const int64_t begin = a.first + static_cast<int64_t>(part) * kPieceChunks;
+    const int64_t begin = a.first + static_cast<int64_t>(piece.part) * kPieceChunks;
     const int64_t end = min(a.last, begin + kPieceChunks);
+    // All blocks know the next piece after the first round of this one.
+    take_piece(group, a.pieces, memory.piece + (number + 1) % 2);
 
-    const auto load_entries = [&](int64_t n) {
-      if (n * a.chunk + t >= a.tokens || t >= a.chunk) return;
-      const int64_t token = p * a.tokens + n * a.chunk + t, at = (n - a.first_chunk) * a.chunk + t;
-      const int64_t stored = p * a.stored_tokens + at;
-      const int4* records = a.records + (p * a.stored_chunks * a.chunk + at) * a.writes;
-      for (int e = lane; e < a.writes; e += 32) {
-        copy_word(entries.write_slot + e, a.k_idx + token * a.writes + e);
-        copy_word(entries.write_weight + e, a.k_eff + stored * a.writes + e);
-        copy_vector(entries.records + e, records + e, true);
-      }
-      for (int e = lane; e < a.reads; e += 32) {
-        copy_word(entries.read_slot + e, a.q_idx + token * a.reads + e);
-        copy_word(entries.read_weight + e, a.q_eff + stored * a.reads + e);
-      }
-    };
-    load_entries(begin);
-    const int slice_bytes =
-        static_cast<int>(min(static_cast<int64_t>(kColumns), a.width - column + sub * V) * sizeof(T));
-
-    for (int64_t n = begin; n < end; ++n) {
+    for (int64_t n = begin; n < end; ++n, ++round) {
       const int tokens = static_cast<int>(min(static_cast<int64_t>(a.chunk), a.tokens - n * a.chunk));
       const bool on = t < tokens;
       const int64_t token = p * a.tokens + n * a.chunk + t, chunk = p * a.stored_chunks + n - a.first_chunk;
@@ -134,27 +145,49 @@ __device__ void steps(const Params& a) {
         }
       }
       // The next chunk's ids, and all else of it but its rows, come closer.
+      int64_t next_p = p, next_n = n + 1;
+      int next_slice = piece.task % a.slices;
+      bool next_on = n + 1 < end;
+      if (n + 1 == end && n > begin) {
+        const Piece next(a.pieces, memory.piece[(number + 1) % 2]);
+        next_on = next.some;
+        next_p = next.task / a.slices;
+        next_n = a.first + static_cast<int64_t>(next.part) * kPieceChunks;
+        next_slice = next.task % a.slices;
+      }
+      const int slice_bytes =
+          static_cast<int>(min(kColumns, static_cast<int>(a.width) - next_slice * kColumns) * sizeof(T));
+      const T* next_rows =
+          static_cast<const T*>(a.bank) + next_p / a.streams_per_bank * a.bank_stride + next_slice * kColumns;
       int next_writes[kHalves], next_reads[kHalves];
-      const bool next_on = n + 1 < end && (n + 1) * a.chunk + t < a.tokens && t < a.chunk;
+      const bool next_token = next_on && next_n * a.chunk + t < a.tokens && t < a.chunk;
+      const int64_t next = next_p * a.tokens + next_n * a.chunk + t;
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
         const int e = 32 * h + lane;
-        const int64_t next = token + a.chunk;
-        next_writes[h] = next_on && e < a.writes ? a.k_idx[next * a.writes + e] : -1;
-        next_reads[h] = next_on && e < a.reads ? a.q_idx[next * a.reads + e] : -1;
+        next_writes[h] = next_token && e < a.writes ? a.k_idx[next * a.writes + e] : -1;
+        next_reads[h] = next_token && e < a.reads ? a.q_idx[next * a.reads + e] : -1;
       }
-      if (next_on) {
-        const int64_t at = (n + 1 - a.first_chunk) * a.chunk + t, stored = p * a.stored_tokens + at;
-        const int64_t square = p * a.stored_chunks * a.chunk + at;
+      if (next_token) {
+        const int64_t at = (next_n - a.first_chunk) * a.chunk + t, stored = next_p * a.stored_tokens + at;
+        const int64_t square = next_p * a.stored_chunks * a.chunk + at;
         prefetch_all(a.k_eff + stored * a.writes, a.writes * 4);
         prefetch_all(a.q_eff + stored * a.reads, a.reads * 4);
         prefetch_all(a.records + square * a.writes, a.writes * 16);
         prefetch_all(a.x + square * a.chunk, a.chunk * 4);
         prefetch_all(a.qx + square * a.chunk, a.chunk * 4);
-        prefetch_all(static_cast<const T*>(a.v) + (token + a.chunk) * a.width + column - sub * V, slice_bytes);
+        prefetch_all(static_cast<const T*>(a.v) + next * a.width + next_slice * kColumns, slice_bytes);
       }
       int simple, others;
       sort_records(entries.records, on ? a.writes : 0, &simple, &others);
+      // What slots of several entries need comes with the rows.
+      const int4* records = a.records + chunk * a.chunk * a.writes;
+      for (int i = lane; i < others; i += 32) {
+        const SlotRecord record{entries.records[simple + i]};
+        copy_two_words(entries.second + i, &records[record.link()].z);
+        copy_word(entries.carry + i,
+                  a.k_carry + (p * a.stored_tokens + (n - a.first_chunk) * a.chunk + t) * a.writes + record.item());
+      }
 
       // Reads before this chunk's writes: none begins before all blocks have handed on u.
       float inter[V] = {}, retrieved[V] = {};
@@ -194,9 +227,9 @@ __device__ void steps(const Params& a) {
         next_writes[h] = valid(next_writes[h]);
         next_reads[h] = valid(next_reads[h]);
       }
-      if (n + 1 < end) {
-        prefetch_rows<kLanes * 16>(slice, row_bytes, next_writes, a.writes, slice_bytes);
-        prefetch_rows<kLanes * 16>(slice, row_bytes, next_reads, a.reads, slice_bytes);
+      if (next_on) {
+        prefetch_rows<kLanes * 16>(next_rows, row_bytes, next_writes, a.writes, slice_bytes);
+        prefetch_rows<kLanes * 16>(next_rows, row_bytes, next_reads, a.reads, slice_bytes);
       }
       sum_teams(inter);
       sum_teams(retrieved);
@@ -207,11 +240,14 @@ __device__ void steps(const Params& a) {
       if (a.error != nullptr && on && inside && team == 0) store<float, V>(a.error + row, u);
 #pragma unroll
       for (int i = 0; i < V; ++i) u[i] = writes && inside ? beta * u[i] : 0.0f;
+      if (threadIdx.x == 0) memory.corrections.expect(blocks * kTokens * kColumns * sizeof(float));
       for (int b = team; b < blocks; b += kTeams) {
-        store<float, V>(group.map_shared_rank(memory.u, b) + t * Shared::kRowStride + sub * V, u);
+        const float* to = memory.u + t * Shared::kRowStride + sub * V;
+#pragma unroll
+        for (int i = 0; i < V; i += 4) memory.corrections.send(b, to + i, u[i], u[i + 1], u[i + 2], u[i + 3]);
       }
-      __syncwarp();
-      group.sync();
+      __syncthreads();  // the rows of X and QX, too
+      memory.corrections.wait(round);
 
       // Columns times tokens of u^T X^T and u^T QX^T; no token needs later ones.
       const int which = warp / (kColumns / 16), m = warp % (kColumns / 16) * 16;
@@ -225,7 +261,7 @@ __device__ void steps(const Params& a) {
         for (int i = 0; i < 4; ++i) memory.products[which][sum_column(i) * kSquareStride + m + sum_row(i)] = sum[i];
       }
       __syncthreads();
-      auto handed_on = group.barrier_arrive();
+      if (threadIdx.x < blocks) memory.products_made.give(threadIdx.x);
       const auto row_of = [&](const float* products, int at, float (&x)[V]) {
         load_floats<V>(products + at * kSquareStride + sub * V, x);
       };
@@ -271,33 +307,42 @@ __device__ void steps(const Params& a) {
         }
       }
       __syncwarp();
-      group.barrier_wait(std::move(handed_on));
+      memory.products_made.wait(round);
       if (inside) {
-        const SlotRecords all{a.records + chunk * a.chunk * a.writes,
-                              {},
-                              a.k_carry + (p * a.stored_tokens + (n - a.first_chunk) * a.chunk) * a.writes,
-                              nullptr};
         for (int i = team; i < others; i += kTeams) {
           const SlotRecord record{entries.records[simple + i]};
           move(record, [&](float (&x)[V]) {
-            all.for_writes(record, t * a.writes + record.item(), [&](int position, float weight) {
+            const float carry = entries.carry[i];
+#pragma unroll
+            for (int j = 0; j < V; ++j) x[j] += carry * delta[j];
+            int position = record.link();
+            for (SlotRecord further = SlotRecord::entry(entries.second[i].x, __int_as_float(entries.second[i].y));;) {
               const int other = a.by_writes(position);
               float d[V];
               row_of(group.map_shared_rank(memory.products[0], other / kTokens), other % kTokens, d);
 #pragma unroll
-              for (int j = 0; j < V; ++j) x[j] += weight * d[j];
-            });
+              for (int j = 0; j < V; ++j) x[j] += further.weight() * d[j];
+              position = further.next();
+              if (position < 0) break;
+              further = SlotRecord{records[position]};
+            }
           });
         }
       }
-      __syncwarp();
-      if (n + 1 == end) __threadfence();
-      auto moved = group.barrier_arrive();
-      if (n + 1 < end) load_entries(n + 1);
-      group.barrier_wait(std::move(moved));
+      __syncthreads();
+      if (threadIdx.x < blocks) memory.rows_moved.give(threadIdx.x);
+      if (next_on) load_entries(next_p, next_n);
+      memory.rows_moved.wait(round);
     }
-    finish_piece(group, a.pieces, task, part);
+    finish_piece(group, a.pieces, piece);
+    ++number;
+    const Piece next(a.pieces, memory.piece[number % 2]);
+    if (end - begin == 1 && next.some) {  // it came too late for the above
+      load_entries(next.task / a.slices, a.first + static_cast<int64_t>(next.part) * kPieceChunks);
+    }
+    piece = next;
   }
+  group.sync();  // nobody leaves while others read its memory
 }
 #endif
 

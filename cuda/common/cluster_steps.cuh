@@ -9,8 +9,6 @@
 
 #include <cooperative_groups.h>
 
-#include <utility>
-
 #include "cuda/common/launch.cuh"
 #include "cuda/common/lists.cuh"
 #include "cuda/common/tensor.cuh"
@@ -77,49 +75,112 @@ cudaError_t launch(void (*kernel)(Params), const Params& a, const Shape& s, int 
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
+// What the blocks of a cluster tell each other, instead of barriers of the cluster: those hold up every warp until
+// all its writes have arrived. A signal of a block is complete once a round, and every thread of the block waits
+// once a round. A round must have been waited for by all blocks, through another signal, before any gives to the next.
+class Signal {
+ public:
+  // By one thread; `arrivals` a round. Before a barrier of the cluster.
+  __device__ void start(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  // The one arrival of a round that also waits for so many bytes that `send` brings.
+  __device__ void expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+  }
+  // Sixteen bytes, to the same place in the shared memory of block `rank`, whose signal counts them.
+  __device__ void send(int rank, const float* to, float a, float b, float c, float d) const {
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            remote(rank, address_of(to))),
+        "f"(a), "f"(b), "f"(c), "f"(d), "r"(remote(rank, address()))
+        : "memory");
+  }
+  // An arrival at the signal of block `rank`, with all that this thread has written, or that others have before
+  // a barrier of the block.
+  __device__ void give(int rank) const {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote(rank, address()))
+                 : "memory");
+  }
+  // By every thread; `round` counts from 0.
+  __device__ void wait(int round) const {
+    uint32_t done = 0;
+    while (!done) {
+      asm volatile(
+          "{ .reg .pred done; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2; "
+          "selp.u32 %0, 1, 0, done; }"
+          : "=r"(done)
+          : "r"(address()), "r"(round & 1)
+          : "memory");
+    }
+  }
+
+ private:
+  __device__ static uint32_t address_of(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+  __device__ static uint32_t remote(int rank, uint32_t address) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+  }
+  __device__ uint32_t address() const { return address_of(&barrier_); }
+
+  uint64_t barrier_;
+};
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Takes the next piece: its task and its number within the task, once the one before is done; false at the end.
-// By the whole cluster; `shared` is a word of every block's.
-__device__ inline bool take_piece(const cooperative_groups::cluster_group& cluster, const Pieces& pieces,
-                                  unsigned* shared, int* task, int* part) {
+// A number of the counter: a task and the piece's number within it, or none at the end.
+struct Piece {
+  int task, part;
+  bool some;
+  __device__ Piece(const Pieces& pieces, unsigned number)
+      : task(static_cast<int>(number) % pieces.tasks),
+        part(static_cast<int>(number) / pieces.tasks),
+        some(number < static_cast<unsigned>(pieces.count)) {}
+};
+
+// Takes the next number for the whole cluster, into a word of every block's, which all may read after the next barrier
+// of the cluster or what stands for one.
+__device__ inline void take_piece(const cooperative_groups::cluster_group& cluster, const Pieces& pieces,
+                                  unsigned* shared) {
   const unsigned blocks = cluster.num_blocks();
-  if (cluster.block_rank() == 0 && threadIdx.x < blocks) {
-    unsigned piece = 0;
-    if (threadIdx.x == 0) piece = atomicAdd(pieces.taken, 1u);
-    piece = __shfl_sync((1u << blocks) - 1, piece, 0);
-    *cluster.map_shared_rank(shared, threadIdx.x) = piece;
-  }
-  __syncwarp();
-  cluster.sync();
-  const unsigned piece = *shared;
-  if (piece >= static_cast<unsigned>(pieces.count)) return false;
-  *task = static_cast<int>(piece) % pieces.tasks;
-  *part = static_cast<int>(piece) / pieces.tasks;
-  if (*part > 0) {
-    if (threadIdx.x == 0) {
-      unsigned done = 0;
-      do {
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(pieces.done + *task) : "memory");
-      } while (done < static_cast<unsigned>(*part));
-    }
-    __syncthreads();
-  }
-  return true;
+  if (cluster.block_rank() != 0 || threadIdx.x >= blocks) return;
+  unsigned number = 0;
+  if (threadIdx.x == 0) number = atomicAdd(pieces.taken, 1u);
+  number = __shfl_sync((1u << blocks) - 1, number, 0);
+  *cluster.map_shared_rank(shared, threadIdx.x) = number;
 }
 
-// After a barrier of the cluster that every thread came to with a fence.
-__device__ inline void finish_piece(const cooperative_groups::cluster_group& cluster, const Pieces& pieces, int task,
-                                    int part) {
+// Until the piece before it of its task is done. By the whole block.
+__device__ inline void wait_for_piece(const Pieces& pieces, const Piece& piece) {
+  if (piece.part == 0) return;
+  if (threadIdx.x == 0) {
+    unsigned done = 0;
+    do {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(done) : "l"(pieces.done + piece.task) : "memory");
+    } while (done < static_cast<unsigned>(piece.part));
+  }
+  __syncthreads();
+}
+
+// After `Signal::wait` for what all blocks wrote.
+__device__ inline void finish_piece(const cooperative_groups::cluster_group& cluster, const Pieces& pieces,
+                                    const Piece& piece) {
   if (cluster.block_rank() != 0 || threadIdx.x != 0) return;
   __threadfence();
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pieces.done + task), "r"(part + 1u) : "memory");
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pieces.done + piece.task), "r"(piece.part + 1u) : "memory");
 }
 
 // Four bytes from global to shared memory without waiting.
 __device__ inline void copy_word(void* to, const void* from) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
+}
+
+__device__ inline void copy_two_words(void* to, const void* from) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from) : "memory");
 }
 
 // Sixteen bytes, or zeros.
