@@ -1,6 +1,6 @@
 // Gather: weighted sums of the bank rows that a chunk's tokens name, and of the gradient's rows
 // (sections 3 and 4 of the specification). One to eight warps a token and kind of entry (geometry.h);
-// every lane has eight 16-byte loads in flight. Moves W (R) rows of each token once; bound by memory.
+// every lane has four 16-byte loads in flight. Moves W (R) rows of each token once; bound by memory.
 #include "cuda/common/launch.cuh"
 #include "cuda/geometry.h"
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kInFlight = 8;
+constexpr int kInFlight = 4;
 
 struct Kind {
   const int32_t* ids;
@@ -38,7 +38,8 @@ struct Params {
 // Four blocks a multiprocessor: with three, too few loads are in flight.
 template <class T, int V, int Lanes>
 __global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_constant__ Params a) {
-  constexpr int kRows = 32 / Lanes;  // a warp loads at once
+  constexpr int kRows = 32 / Lanes;      // a warp loads at once
+  constexpr int kLookedUp = 32 / kRows;  // loads
   __shared__ float partial[kWarps][Lanes * V];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int member = static_cast<int>(warp % a.warps_per_item);
@@ -63,22 +64,23 @@ __global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_consta
     const T* v = static_cast<const T*>(kind.v) + (p * a.tokens + t) * a.width + column;
     prefetch_row(v);
   }
-  int id[kInFlight];
-  float weight[kInFlight];
-  const int step = a.warps_per_item * kRows;
-  const auto look_up = [&](int base) {
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      const int e = base + k * step + member * kRows + sub;
-      const bool entry = inside && e < kind.entries;
-      id[k] = entry ? ids[e] : -1;
-      weight[k] = entry ? weights[e] : 0.0f;
+  // A lane has the id and the weight of one of the warp's next 32 entries. Those of an item alternate between its
+  // warps, a load at a time.
+  int id_ahead;
+  float weight_ahead;
+  const int warp_rows = static_cast<int>(a.warps_per_item) * kRows;
+  const int loads = (kind.entries + warp_rows - 1) / warp_rows;
+  const auto look_up = [&](int done) {
+    const int e = (done + lane / kRows) * warp_rows + member * kRows + lane % kRows;
+    id_ahead = -1;
+    weight_ahead = 0.0f;
+    if (active && e < kind.entries) {
+      id_ahead = ids[e];
+      weight_ahead = weights[e];
     }
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      if (static_cast<unsigned>(id[k]) < static_cast<unsigned>(a.num_slots)) continue;
-      id[k] = -1;
-      weight[k] = 0.0f;
+    if (static_cast<unsigned>(id_ahead) >= static_cast<unsigned>(a.num_slots)) {
+      id_ahead = -1;
+      weight_ahead = 0.0f;
     }
   };
   float acc[V] = {};
@@ -86,20 +88,30 @@ __global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_consta
   wait_for_previous();
   // Not before the wait: what starts now reads rows that the kernel before this one wrote.
   let_next_start();
-  for (int base = 0; base < kind.entries; base += kInFlight * step) {
-    if (base > 0) look_up(base);
+  for (int done = 0; done < loads; done += kLookedUp) {
+    if (done > 0) look_up(done);
+    const int count = min(loads - done, kLookedUp);
     Packed<T, V> packed[kInFlight];
+    const auto issue = [&](int j, Packed<T, V>& to) {
+      const int id = __shfl_sync(0xffffffffu, id_ahead, j * kRows + sub);
+      to = {};
+      if (id >= 0 && inside) to = load_row<T, V>(rows + id * a.width);
+    };
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      packed[k] = {};
-      if (id[k] >= 0) packed[k] = load_row<T, V>(rows + id[k] * a.width);
+      if (k < count) issue(k, packed[k]);
     }
+    for (int j = 0; j < count; j += kInFlight) {
 #pragma unroll
-    for (int k = 0; k < kInFlight; ++k) {
-      float x[V];
-      unpack<T, V>(packed[k], x);
+      for (int k = 0; k < kInFlight; ++k) {
+        if (j + k >= count) break;
+        const float weight = __shfl_sync(0xffffffffu, weight_ahead, (j + k) * kRows + sub);
+        float x[V];
+        unpack<T, V>(packed[k], x);
 #pragma unroll
-      for (int i = 0; i < V; ++i) acc[i] += weight[k] * x[i];
+        for (int i = 0; i < V; ++i) acc[i] += weight * x[i];
+        if (j + k + kInFlight < count) issue(j + k + kInFlight, packed[k]);
+      }
     }
   }
 #pragma unroll
@@ -137,13 +149,13 @@ __global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_consta
 }
 
 template <class T, int V>
-cudaError_t run(Params a, int64_t streams, Launch where) {
+cudaError_t run(const Shape& s, Params a, int64_t streams, Launch where) {
   const auto with_lanes = [&](auto lanes) {
     constexpr int kLanes = decltype(lanes)::value;
     a.slices = static_cast<unsigned>(div_up(a.columns, kLanes * V));
     a.items = static_cast<unsigned>(streams * a.chunk_tokens * a.kinds * a.slices);
     const int most = std::max(a.kind[0].entries, a.kinds == 2 ? a.kind[1].entries : 0);
-    a.warps_per_item = gather_warps(most, 32 / kLanes, kInFlight);
+    a.warps_per_item = gather_warps(most, 32 / kLanes * kInFlight, s.streams * s.chunk * div_up(s.width, kLanes * V));
     return launch(gather_kernel<T, V, kLanes>, dim3(div_up(a.items, kWarps / a.warps_per_item)), kThreads, 0, where, a);
   };
   if (V == 1 || a.columns > 16 * V) return with_lanes(std::integral_constant<int, 32>{});
@@ -199,8 +211,9 @@ cudaError_t gather(const Forward& f, int64_t n, Range range, Launch where) {
   read.entries = static_cast<int>(s.reads);
   read.out = static_cast<float*>(f.inter);
   read.out_stride = s.chunk * s.width;
-  return for_rows(f.dtype, s.width,
-                  [&](auto type, auto v) { return run<decltype(type), decltype(v)::value>(a, range.streams, where); });
+  return for_rows(f.dtype, s.width, [&](auto type, auto v) {
+    return run<decltype(type), decltype(v)::value>(s, a, range.streams, where);
+  });
 }
 
 cudaError_t gather_gradient(const Backward& b, int64_t n, Range range, Launch where) {
@@ -215,8 +228,9 @@ cudaError_t gather_gradient(const Backward& b, int64_t n, Range range, Launch wh
   write.entries = static_cast<int>(s.writes);
   write.out = static_cast<float*>(b.carried);
   write.out_stride = s.chunk * s.width;
-  return for_rows(b.grad_dtype, s.width,
-                  [&](auto type, auto v) { return run<decltype(type), decltype(v)::value>(a, range.streams, where); });
+  return for_rows(b.grad_dtype, s.width, [&](auto type, auto v) {
+    return run<decltype(type), decltype(v)::value>(s, a, range.streams, where);
+  });
 }
 
 }  // namespace sdm::gpu

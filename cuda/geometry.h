@@ -23,11 +23,13 @@ inline int64_t column_slices(const Shape& s) { return (s.width + slice_columns(s
 // come in `parts` ranges.
 inline int64_t part_slices(const Shape& s, int64_t parts) { return (column_slices(s) + parts - 1) / parts; }
 
-// Warps that share the entries of a token in the gather: enough that each lane's loads fill its
-// `in_flight` registers once, a power of two up to a block's 8.
-inline int gather_warps(int entries, int rows_per_load, int in_flight) {
+// Warps that share the entries of a token in the gather, of which a warp has `in_flight` on their way at once: a power
+// of two up to a block's 8, few enough that each fills its registers four times, or eight times where there is much to
+// do (`items`: tokens of a chunk times pieces of their rows).
+inline int gather_warps(int entries, int in_flight, int64_t items) {
+  const int fills = items >= 2048 ? 8 : 4;
   int warps = 1;
-  while (warps < 8 && warps * rows_per_load * in_flight < entries) warps *= 2;
+  while (warps < 8 && warps * in_flight * fills < entries) warps *= 2;
   return warps;
 }
 

@@ -83,7 +83,7 @@ template <class T, class G, int V, int Teams>
 struct RowRounds {
   static constexpr int kPiece = 32 * 16;  // bytes of the lanes side by side
   static constexpr int kRowPieces = Packed<T, V>::kWords / 4, kGradPieces = Packed<G, V>::kWords / 4;
-  static constexpr int kDepth = kGradPieces > 1 ? 4 : 8;
+  static constexpr int kDepth = 4;
   static constexpr int kBytes = V > 1 ? kDepth * (kRowPieces + kGradPieces) * kPiece : 0;
   static_assert(kDepth % kHeld == 0);
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kHeld = 8;  // rows that a team of lanes holds at once
+constexpr int kHeld = 4;  // rows that a team of lanes holds at once
 constexpr int kItems = WarpRecords::kItems;
 
 enum class Save { none, row, bf16 };
