@@ -20,7 +20,7 @@ from sdm_jax._layout import Sizes, accumulate_dtype
 
 # Phase 1 and the solve of a call that saves nothing run for this many chunks (of all streams) side by
 # side: enough to fill a GPU, and its working memory does not grow with the length of the stream.
-SLAB_TASKS = 512
+SLAB_TASKS = 1024
 
 # Custom calls that the steps of a call are split into.
 STEP_CALLS = 3

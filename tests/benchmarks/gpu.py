@@ -73,7 +73,7 @@ def inputs(shape, seed=0):
 
 
 def timed(step, bank, repeats):
-    """Median seconds of `step(bank) -> (bank, results)`; several calls to a measurement where they are short.
+    """Median seconds of `step(bank) -> (bank, results)`; as many calls to a measurement as take 0.1 s.
 
     Results are dropped before the next call, so that it finds their memory free and XLA replays its command
     buffer, as it does within a larger jitted step.
@@ -89,7 +89,7 @@ def timed(step, bank, repeats):
 
     bank, _ = run(bank, 3)
     bank, once = run(bank, 1)
-    calls = max(1, min(50, int(0.02 / once)))
+    calls = max(1, min(50, int(0.1 / once)))
     times = []
     for _ in range(repeats):
         bank, t = run(bank, calls)
