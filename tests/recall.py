@@ -1,9 +1,11 @@
 """Multi-query associative recall: pairs of a key and a value, and much later each key again, asking for its value.
 
 `python tests/recall.py` trains a model with Sparse Delta Memory and one with windows alone, for three seeds each, and
-prints the share of right answers on texts that they have not seen. `--help` lists what can be changed; a harder task is
+prints the share of right answers on texts that they have not seen. `--help` lists what can be changed. A harder task,
+for which models train on shorter texts of fewer pairs first, is
 
-    python tests/recall.py --pairs 256 --vocab-size 8192 --length 2048 --dim 256 --slots 1024 4096 16384 --steps 5000
+    python tests/recall.py --pairs 256 --vocab-size 8192 --length 2048 --dim 256 --slots 1024 4096 16384 \
+        --easier 16 4 --steps 3000 2000 2000 --batch 8 --seeds 1
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +46,7 @@ class Task:
         rows = np.arange(batch)
         tokens = np.zeros((batch, self.length), np.int32)
         answers = np.full((batch, self.length), NOTHING_ASKED, np.int32)
-        keys = 1 + np.argsort(rng.random((batch, half - 1)), axis=1)[:, : self.pairs]
+        keys = 1 + np.stack([rng.choice(half - 1, self.pairs, replace=False) for _ in rows])
         values = rng.integers(half, self.vocab_size, (batch, self.pairs))
         tokens[:, 0 : 2 * self.pairs : 2] = keys
         tokens[:, 1 : 2 * self.pairs : 2] = values
@@ -57,11 +59,27 @@ class Task:
             tokens[rows, places], answers[rows, places] = keys[:, i], values[:, i]
         return tokens, answers
 
+    def easier(self, factor: int) -> Task:
+        """The task with texts of a `factor`-th of the length, and as many pairs fewer."""
+        return dataclasses.replace(self, pairs=self.pairs // factor, length=self.length // factor)
+
+
+class Stage(NamedTuple):
+    """Steps of a training on texts of one task."""
+
+    task: Task
+    steps: int
+    batch: int
+
 
 def train(
-    task: Task, config: LanguageModelConfig, *, seed: int, steps: int, batch: int, learning_rate: float
+    stages: Sequence[Stage], config: LanguageModelConfig, *, seed: int, learning_rate: float
 ) -> Iterator[tuple[int, float, Any]]:
-    """Trains on new texts; gives the steps done, the loss and `accuracy()` every 50 steps and at the end."""
+    """Trains on new texts, stage after stage.
+
+    Gives the steps done, the loss and `accuracy()`, of the last stage's task, every 50 steps and at the end.
+    """
+    steps = sum(stage.steps for stage in stages)
     model = LanguageModel(config, rngs=nnx.Rngs(seed))
     graph, params, statistics = nnx.split(model, nnx.Param, ...)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, min(50, steps // 2), steps, learning_rate / 20)
@@ -92,13 +110,15 @@ def train(
     def accuracy():
         """The share of right answers on 512 texts of their own."""
         rng = np.random.default_rng([seed, 2])
+        task, _, batch = stages[-1]
         counts = [right(params, statistics, *task.draw(rng, batch)) for _ in range(-(-512 // batch))]
         return float(sum(c[0] for c in counts) / sum(c[1] for c in counts))
 
     rng = np.random.default_rng([seed, 1])
     state = optimizer.init(params)
-    for i in range(1, steps + 1):
-        params, statistics, state, loss = step(params, statistics, state, *task.draw(rng, batch))
+    texts = (stage.task.draw(rng, stage.batch) for stage in stages for _ in range(stage.steps))
+    for i, text in enumerate(texts, 1):
+        params, statistics, state, loss = step(params, statistics, state, *text)
         if i % 50 == 0 or i == steps:
             yield i, float(loss), accuracy
 
@@ -120,8 +140,9 @@ def main() -> None:
     parser.add_argument("--entries", default=16, type=int, help="writes and reads of a token")
     parser.add_argument("--dim", default=64, type=int)
     parser.add_argument("--seeds", default=3, type=int)
-    parser.add_argument("--steps", default=1600, type=int)
-    parser.add_argument("--batch", default=32, type=int)
+    parser.add_argument("--easier", default=[], nargs="*", type=int, help="divisors of pairs and length to begin with")
+    parser.add_argument("--steps", default=[1600], nargs="+", type=int, help="of each stage")
+    parser.add_argument("--batch", default=32, type=int, help="of the last stage; the others have as many tokens")
     parser.add_argument("--learning-rate", default=4e-3, type=float)
     parser.add_argument("--only", choices=("memory", "windows"))
     arguments = parser.parse_args()
@@ -133,13 +154,20 @@ def main() -> None:
             models[f"{slots} slots"] = config(task, dim=arguments.dim, memory=memory)
     if arguments.only != "memory":
         models["windows only"] = config(task, layers=("swa", "swa"), dim=arguments.dim)
-    training = {"steps": arguments.steps, "batch": arguments.batch, "learning_rate": arguments.learning_rate}
+    if len(arguments.steps) != 1 + len(arguments.easier):
+        parser.error("--steps needs a number for each of --easier, and one for the task itself")
+    stages = [
+        Stage(task.easier(factor), steps, arguments.batch * factor)
+        for factor, steps in zip([*arguments.easier, 1], arguments.steps, strict=True)
+    ]
+    every = max(50, sum(arguments.steps) // 20 // 50 * 50)
     for name, model in models.items():
         shares = []
         for seed in range(arguments.seeds):
             started = time.perf_counter()
-            for step, loss, accuracy in train(task, model, seed=seed, **training):
-                print(f"{name}, seed {seed}, step {step}: loss {loss:.4f}, {accuracy():.1%} right", flush=True)
+            for step, loss, accuracy in train(stages, model, seed=seed, learning_rate=arguments.learning_rate):
+                if step % every == 0:
+                    print(f"{name}, seed {seed}, step {step}: loss {loss:.4f}, {accuracy():.1%} right", flush=True)
             shares.append(accuracy())
             seconds = time.perf_counter() - started
             print(f"{name}, seed {seed}: {shares[-1]:.1%} right, {seconds:.0f} s", flush=True)

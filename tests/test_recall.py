@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from recall import NOTHING_ASKED, Task, config, train
+from recall import NOTHING_ASKED, Stage, Task, config, train
 
 
 def test_task():
@@ -23,8 +23,8 @@ def test_task():
             assert place - (2 * pair + 1) > 32
 
 
-def share(task, model, **training):
-    *_, (_, _, accuracy) = train(task, model, **training)
+def share(model, *stages, **training):
+    *_, (_, _, accuracy) = train(stages, model, **training)
     return accuracy()
 
 
@@ -32,16 +32,16 @@ def test_small():
     """Four pairs, and a window that reaches back 6 tokens in two layers."""
     task = Task(pairs=4, vocab_size=16, length=40, distance=8)
     settings = {"window": 4, "dim": 32, "hidden_dim": 64, "memory": {"slots_per_head": 64, "num_heads": 2}}
-    training = {"seed": 0, "steps": 150, "batch": 32, "learning_rate": 1e-2}
-    assert share(task, config(task, **settings), **training) > 0.95
-    assert share(task, config(task, layers=("swa", "swa"), **settings), **training) < 0.2
+    training = {"seed": 0, "learning_rate": 1e-2}
+    assert share(config(task, **settings), Stage(task, 150, 32), **training) > 0.95
+    assert share(config(task, layers=("swa", "swa"), **settings), Stage(task, 150, 32), **training) < 0.2
 
 
 @pytest.mark.slow
 def test_memory_solves_it_and_windows_do_not():
     task = Task()
-    training = {"steps": 1600, "batch": 32, "learning_rate": 4e-3}
-    memory = [share(task, config(task), seed=seed, **training) for seed in range(3)]
-    windows = [share(task, config(task, layers=("swa", "swa")), seed=seed, **training) for seed in range(3)]
+    training, stage = {"learning_rate": 4e-3}, Stage(task, 1600, 32)
+    memory = [share(config(task), stage, seed=seed, **training) for seed in range(3)]
+    windows = [share(config(task, layers=("swa", "swa")), stage, seed=seed, **training) for seed in range(3)]
     assert np.mean(memory) > 0.95
     assert np.mean(windows) < 0.15
