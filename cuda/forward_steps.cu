@@ -49,8 +49,8 @@ struct Memory {
   float squares[2][kTokens * kSquareStride];   // rows of X and QX
   float products[2][kTokens * kSquareStride];  // delta and QX u of the block's tokens
   Entries entries[kTokens];
-  Signal corrections, products_made, rows_moved;  // u has come; all blocks have their products, their rows
-  unsigned piece[2];                              // of this one, and of the next
+  Signal corrections, rows_moved;  // all blocks have sent u, have moved their rows
+  unsigned piece[2];               // of this one, and of the next
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -71,7 +71,6 @@ __device__ void steps(const Params& a) {
 
   if (threadIdx.x == 0) {
     memory.corrections.start(1);
-    memory.products_made.start(blocks);
     memory.rows_moved.start(blocks);
   }
   group.sync();  // each block has started before another writes to its memory
@@ -261,7 +260,7 @@ __device__ void steps(const Params& a) {
         for (int i = 0; i < 4; ++i) memory.products[which][sum_column(i) * kSquareStride + m + sum_row(i)] = sum[i];
       }
       __syncthreads();
-      if (threadIdx.x < blocks) memory.products_made.give(threadIdx.x);
+      auto products_made = group.barrier_arrive();
       const auto row_of = [&](const float* products, int at, float (&x)[V]) {
         load_floats<V>(products + at * kSquareStride + sub * V, x);
       };
@@ -307,7 +306,7 @@ __device__ void steps(const Params& a) {
         }
       }
       __syncwarp();
-      memory.products_made.wait(round);
+      group.barrier_wait(std::move(products_made));
       if (inside) {
         for (int i = team; i < others; i += kTeams) {
           const SlotRecord record{entries.records[simple + i]};

@@ -33,6 +33,12 @@ inline int gather_warps(int entries, int in_flight, int64_t items) {
   return warps;
 }
 
+// Entries of a token that a warp of the gradient mover takes: `most`, or half as many where there would be few warps.
+inline int gradient_mover_items(const Shape& s, int64_t entries, int most) {
+  const int64_t warps = s.streams * s.chunk * column_slices(s) * ((entries + most - 1) / most);
+  return warps > 2048 ? most : most / 2;
+}
+
 // Ranges of streams, or of columns where there are few streams, run side by side on CUDA streams of their
 // own: one range's loads fill the gaps between the other's kernels. A range of columns keeps whole 256-byte
 // pieces of a row.

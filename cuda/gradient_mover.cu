@@ -32,7 +32,7 @@ struct Side {
   const float* weights;                   // k_eff, q_eff
   int64_t slots_stride, starts_stride, order_stride, weights_stride, entry_stride, part_entries;
   int most, entries, groups;
-  int per_token, token_warps;  // entries of a token, and the warps that share them
+  int per_token, token_warps, items;  // entries of a token, the warps that share them, entries of a warp
   Divider by_entries;
 
   __device__ SlotRecords records_of(int64_t p, const float* decays, int num_slots) const {
@@ -70,9 +70,9 @@ struct Place {
   // The token whose entries the warp takes; without records items are slots, and there is no token.
   __device__ int token(const Side& side) const { return index / side.token_warps; }
   __device__ WarpRecords records(const Side& side, const SlotRecords& all, bool linked) const {
-    const int skipped = index % side.token_warps * kItems;
-    return WarpRecords(all, shared, token(side) * side.per_token + skipped, side.per_token - skipped, linked,
-                       kHeld * kTeams, kTeams);
+    const int skipped = index % side.token_warps * side.items;
+    return WarpRecords(all, shared, token(side) * side.per_token + skipped, min(side.items, side.per_token - skipped),
+                       linked, kHeld * kTeams, kTeams);
   }
 };
 
@@ -563,7 +563,8 @@ cudaError_t move(const Backward& b, int64_t n, Range range, bool write, bool rea
     x.by_entries = Divider(entries);
     // Without records, a warp takes slots in the order of the list.
     x.per_token = linked ? static_cast<int>(entries) : kItems;
-    x.token_warps = static_cast<int>(div_up(x.per_token, kItems));
+    x.items = linked ? gradient_mover_items(s, entries, kItems) : kItems;
+    x.token_warps = static_cast<int>(div_up(x.per_token, x.items));
     const int64_t tokens = linked ? c.tokens : div_up(most, kItems);
     x.groups = static_cast<int>(div_up(tokens * x.token_warps, kWarps));
     return x;

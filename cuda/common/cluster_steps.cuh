@@ -9,6 +9,8 @@
 
 #include <cooperative_groups.h>
 
+#include <utility>
+
 #include "cuda/common/launch.cuh"
 #include "cuda/common/lists.cuh"
 #include "cuda/common/tensor.cuh"
@@ -75,8 +77,8 @@ cudaError_t launch(void (*kernel)(Params), const Params& a, const Shape& s, int 
   return cudaLaunchKernelEx(&config, kernel, a);
 }
 
-// What the blocks of a cluster tell each other, instead of barriers of the cluster: those hold up every warp until
-// all its writes have arrived. A signal of a block is complete once a round, and every thread of the block waits
+// What the blocks of a cluster tell each other, where barriers of the cluster would hold up every warp until all its
+// writes have arrived. A signal of a block is complete once a round, and every thread of the block waits
 // once a round. A round must have been waited for by all blocks, through another signal, before any gives to the next.
 class Signal {
  public:
