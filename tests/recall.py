@@ -4,8 +4,8 @@
 prints the share of right answers on texts that they have not seen. `--help` lists what can be changed. A harder task,
 for which models train on shorter texts of fewer pairs first, is
 
-    python tests/recall.py --pairs 256 --vocab-size 8192 --length 2048 --dim 256 --slots 1024 4096 16384 \
-        --easier 16 4 --steps 3000 2000 2000 --batch 8 --seeds 1
+    python tests/recall.py --pairs 256 --vocab-size 8192 --length 2048 --dim 256 --entries 32 --batch 8 --seeds 1 \\
+        --slots 1024 4096 16384 --easier 16 4 --steps 3500 500 600
 """
 
 from __future__ import annotations
