@@ -104,7 +104,7 @@ __device__ void steps(const Params& a) {
     const auto bank_row = [&](int slot) {
       return reinterpret_cast<T*>(reinterpret_cast<char*>(slice + sub * V) + static_cast<int64_t>(slot) * row_bytes);
     };
-    const int64_t begin = a.first + static_cast<int64_t>(piece.part) * kPieceChunks;
+    const int64_t begin = piece.begin(a.first);
     const int64_t end = min(a.last, begin + kPieceChunks);
     // All blocks know the next piece after the first round of this one.
     take_piece(group, a.pieces, memory.piece + (number + 1) % 2);
@@ -151,7 +151,7 @@ __device__ void steps(const Params& a) {
         const Piece next(a.pieces, memory.piece[(number + 1) % 2]);
         next_on = next.some;
         next_p = next.task / a.slices;
-        next_n = a.first + static_cast<int64_t>(next.part) * kPieceChunks;
+        next_n = next.begin(a.first);
         next_slice = next.task % a.slices;
       }
       const int slice_bytes =
@@ -211,7 +211,8 @@ __device__ void steps(const Params& a) {
           for (int i = 0; i < V; ++i) inter[i] += weight[k] * x[i];
         }
       }
-      wait_for_copies();  // a lane reads what it copied itself
+      // A lane reads the part of a row that it copied itself; the rest is for others, after a barrier of the block.
+      wait_for_copies();
 #pragma unroll 4
       for (int e = team; e < a.writes; e += kTeams) {
         const float weight = e < write_count ? entries.write_weight[e] : 0.0f;  // dropped entries: zeros both
@@ -230,6 +231,7 @@ __device__ void steps(const Params& a) {
         prefetch_rows<kLanes * 16>(next_rows, row_bytes, next_writes, a.writes, slice_bytes);
         prefetch_rows<kLanes * 16>(next_rows, row_bytes, next_reads, a.reads, slice_bytes);
       }
+      // Before u is handed on: others then write the rows that were read.
       sum_teams(inter);
       sum_teams(retrieved);
       float u[V];
@@ -337,11 +339,11 @@ __device__ void steps(const Params& a) {
     ++number;
     const Piece next(a.pieces, memory.piece[number % 2]);
     if (end - begin == 1 && next.some) {  // it came too late for the above
-      load_entries(next.task / a.slices, a.first + static_cast<int64_t>(next.part) * kPieceChunks);
+      load_entries(next.task / a.slices, next.begin(a.first));
     }
     piece = next;
   }
-  group.sync();  // nobody leaves while others read its memory
+  group.sync();  // nobody leaves while others may reach into its memory
 }
 #endif
 
@@ -356,6 +358,9 @@ template <class T>
 size_t shared_bytes(const Shape& s) {
   return sizeof(Memory<kLanes * kVector<T>>) + static_cast<size_t>(kTokens * s.writes * kLanes * 16);
 }
+
+static_assert(2 * (sizeof(Memory<kLanes * kVector<bf16>>) + kTokens * kMostEntries * kLanes * 16 + 1024) <= 228 * 1024,
+              "two blocks, and what the device keeps for each, fit a multiprocessor's shared memory");
 
 // At least as many as tasks: slices of float32 rows.
 int64_t most_tasks(const Shape& s) { return s.streams * div_up(s.width, kLanes * kVector<float>); }

@@ -25,9 +25,9 @@ inline int64_t part_slices(const Shape& s, int64_t parts) { return (column_slice
 
 // Warps that share the entries of a token in the gather, of which a warp has `in_flight` on their way at once: a power
 // of two up to a block's 8, few enough that each fills its registers four times, or eight times where there is much to
-// do (`items`: tokens of a chunk times pieces of their rows).
-inline int gather_warps(int entries, int in_flight, int64_t items) {
-  const int fills = items >= 2048 ? 8 : 4;
+// do (`pieces`: of the rows of a chunk's tokens, in all streams).
+inline int gather_warps(int entries, int in_flight, int64_t pieces) {
+  const int fills = pieces >= 2048 ? 8 : 4;
   int warps = 1;
   while (warps < 8 && warps * in_flight * fills < entries) warps *= 2;
   return warps;

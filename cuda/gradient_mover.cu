@@ -6,7 +6,7 @@
 // rows of dret and delta, or of dY, in registers. Moves a gradient row in and out, and a snapshot row in and a bank
 // row out, or a bank row in. Bound by memory.
 //
-// Everything but du is on chip before the kernel that makes it has ended. Blocks of the second kind do not
+// The lists and the first rows are on chip before the kernel that makes du has ended. Blocks of the second kind do not
 // wait for it at all: nothing between reads or writes their rows.
 //
 // A block takes the slices of one column part one after another, and adds up the dots of its part in

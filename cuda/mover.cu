@@ -4,8 +4,8 @@
 // with the token's row of delta in registers. Moves each written row in and out once (its read comes out of
 // the cache that the gather filled); bound by memory.
 //
-// Everything but delta is on chip before the dual matmul that makes it has ended: the lists do not
-// change, and the rows were last written before the gather of this chunk began.
+// The lists and the first rows are on chip before the dual matmul that makes delta has ended: the lists do not change,
+// and all rows were last written before the gather of this chunk began.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/lists.cuh"
 #include "cuda/common/snapshot.cuh"

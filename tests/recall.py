@@ -40,6 +40,18 @@ class Task:
     length: int = 128
     distance: int = 32
 
+    def __post_init__(self):
+        keys = self.vocab_size // 2 - 1
+        if not 1 <= self.pairs <= keys:
+            raise ValueError(f"pairs must be 1 to {keys}, the keys of a vocabulary of {self.vocab_size}: {self.pairs}")
+        # The questions of pair i and later ones have the places from _first_place(i) on.
+        least = max(self._first_place(i) + self.pairs - i for i in range(self.pairs))
+        if self.length < least:
+            raise ValueError(f"{self.pairs} pairs with distance {self.distance} need length {least}: {self.length}")
+
+    def _first_place(self, pair: int) -> int:
+        return max(2 * self.pairs, 2 * pair + 2 + self.distance)
+
     def draw(self, rng: np.random.Generator, batch: int) -> tuple[np.ndarray, np.ndarray]:
         """`(tokens, answers)`, each `[batch, length]` int32; `answers` is `NOTHING_ASKED` where nothing is asked."""
         half = self.vocab_size // 2
@@ -53,7 +65,7 @@ class Task:
         order = rng.random((batch, self.length))
         # From the last pair, which has the fewest places left, to the first.
         for i in reversed(range(self.pairs)):
-            first = max(2 * self.pairs, 2 * i + 2 + self.distance)
+            first = self._first_place(i)
             places = first + order[:, first:].argmax(axis=1)
             order[rows, places] = -1.0  # taken
             tokens[rows, places], answers[rows, places] = keys[:, i], values[:, i]

@@ -23,6 +23,15 @@ def test_task():
             assert place - (2 * pair + 1) > 32
 
 
+def test_task_without_room():
+    Task().easier(2)
+    for easier in (4, 32):  # 4 pairs in 32 tokens; no pair
+        with pytest.raises(ValueError, match="pairs"):
+            Task().easier(easier)
+    with pytest.raises(ValueError, match="vocabulary"):
+        Task(pairs=32)
+
+
 def share(model, *stages, **training):
     *_, (_, _, accuracy) = train(stages, model, **training)
     return accuracy()

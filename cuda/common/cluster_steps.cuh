@@ -3,8 +3,9 @@
 // chunk a block, a warp a token; eight lanes share a row's slice.
 //
 // A cluster takes work in pieces of some chunks of one slice, in the order of a counter: as many clusters as the
-// device holds then share slices evenly. A piece waits for the one before it of its slice, which an earlier number
-// took, so it is running or done.
+// device holds then share slices evenly. A piece waits for the one before it of its slice, which has an earlier number.
+// A cluster takes its next number while it works, and works through its numbers in order; so the cluster that has the
+// earliest piece not done is at work on it, and none waits for ever.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -140,6 +141,8 @@ struct Piece {
       : task(static_cast<int>(number) % pieces.tasks),
         part(static_cast<int>(number) / pieces.tasks),
         some(number < static_cast<unsigned>(pieces.count)) {}
+  // Its first chunk, of a task that begins at `first`.
+  __device__ int64_t begin(int64_t first) const { return first + static_cast<int64_t>(part) * kPieceChunks; }
 };
 
 // Takes the next number for the whole cluster, into a word of every block's, which all may read after the next barrier

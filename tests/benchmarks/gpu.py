@@ -73,7 +73,7 @@ def inputs(shape, seed=0):
 
 
 def timed(step, bank, repeats):
-    """Median seconds of `step(bank) -> (bank, results)`; as many calls to a measurement as take 0.1 s.
+    """Median seconds of `step(bank) -> (bank, results)`; as many calls to a measurement as take 0.1 s, 50 at most.
 
     Results are dropped before the next call, so that it finds their memory free and XLA replays its command
     buffer, as it does within a larger jitted step.

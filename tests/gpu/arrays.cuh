@@ -81,9 +81,11 @@ static __global__ void add_digest(const uint16_t* x, int64_t n, unsigned long lo
 // Of all bits of an array, once what is on the stream is done.
 inline unsigned long long digest(const void* x, int64_t bytes, cudaStream_t stream) {
   static unsigned long long* sum = allocate<unsigned long long>(1);
+  check(cudaDeviceSynchronize());
   unsigned long long found = 0;
   check(cudaMemsetAsync(sum, 0, sizeof(found), stream));
   add_digest<<<1024, 256, 0, stream>>>(static_cast<const uint16_t*>(x), bytes / 2, sum);
+  check(cudaGetLastError());
   check(cudaMemcpyAsync(&found, sum, sizeof(found), cudaMemcpyDeviceToHost, stream));
   check(cudaStreamSynchronize(stream));
   return found;
@@ -109,6 +111,8 @@ Times time(cudaStream_t stream, int repeats, Run&& run) {
     check(cudaEventElapsedTime(&ms, begin, end));
     if (i >= 0) times.push_back(ms);
   }
+  check(cudaEventDestroy(begin));
+  check(cudaEventDestroy(end));
   std::sort(times.begin(), times.end());
   return {times[times.size() / 2], times.front()};
 }

@@ -106,7 +106,7 @@ int main(int argc, char** argv) {
   f.x = allocate<float>(squares);
   f.qx = allocate<float>(squares);
   f.u = allocate<float>(one_chunk);
-  f.inter = allocate<float>(std::max(one_chunk, 1 + s.streams * s.width));
+  f.inter = allocate<float>(one_chunk);
   f.error = allocate<float>(tokens * s.width);
   f.delta = allocate<float>(tokens * s.width);
   f.y = allocate<uint16_t>(tokens * s.width);
@@ -181,6 +181,7 @@ int main(int argc, char** argv) {
     bits("dk_val", b.dk_val, 4 * tokens * s.writes);
     const bool same = bare::digest(f.bank, bank_bytes, stream) == before;
     std::printf("bank %s\n", same ? "restored" : "NOT RESTORED");
+    if (!same) return 1;
   }
   measure(side, "forward", plain, forward);
   measure(side, "saving forward", plain, saving_forward);
