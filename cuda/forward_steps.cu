@@ -81,13 +81,13 @@ __device__ void steps(const Params& a) {
     const int64_t stored = p * a.stored_tokens + at;
     const int4* records = a.records + (p * a.stored_chunks * a.chunk + at) * a.writes;
     for (int e = lane; e < a.writes; e += 32) {
-      copy_word(entries.write_slot + e, a.k_idx + token * a.writes + e);
-      copy_word(entries.write_weight + e, a.k_eff + stored * a.writes + e);
+      copy_words(entries.write_slot + e, a.k_idx + token * a.writes + e);
+      copy_words(entries.write_weight + e, a.k_eff + stored * a.writes + e);
       copy_vector(entries.records + e, records + e, true);
     }
     for (int e = lane; e < a.reads; e += 32) {
-      copy_word(entries.read_slot + e, a.q_idx + token * a.reads + e);
-      copy_word(entries.read_weight + e, a.q_eff + stored * a.reads + e);
+      copy_words(entries.read_slot + e, a.q_idx + token * a.reads + e);
+      copy_words(entries.read_weight + e, a.q_eff + stored * a.reads + e);
     }
   };
   int round = 0, number = 0;
@@ -183,9 +183,9 @@ __device__ void steps(const Params& a) {
       const int4* records = a.records + chunk * a.chunk * a.writes;
       for (int i = lane; i < others; i += 32) {
         const SlotRecord record{entries.records[simple + i]};
-        copy_two_words(entries.second + i, &records[record.link()].z);
-        copy_word(entries.carry + i,
-                  a.k_carry + (p * a.stored_tokens + (n - a.first_chunk) * a.chunk + t) * a.writes + record.item());
+        copy_words<2>(entries.second + i, &records[record.link()].z);
+        copy_words(entries.carry + i,
+                   a.k_carry + (p * a.stored_tokens + (n - a.first_chunk) * a.chunk + t) * a.writes + record.item());
       }
 
       // Reads before this chunk's writes: none begins before all blocks have handed on u.

@@ -35,7 +35,7 @@ struct Params {
   unsigned slices, kinds, chunk_tokens, streams_per_bank, warps_per_item, items;
 };
 
-// Four blocks a multiprocessor: with three, too few loads are in flight.
+// Four blocks a multiprocessor: three and five were slower (NOTES.md).
 template <class T, int V, int Lanes>
 __global__ void __launch_bounds__(kThreads, 4) gather_kernel(const __grid_constant__ Params a) {
   constexpr int kRows = 32 / Lanes;      // a warp loads at once

@@ -177,15 +177,11 @@ __device__ inline void finish_piece(const cooperative_groups::cluster_group& clu
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pieces.done + piece.task), "r"(piece.part + 1u) : "memory");
 }
 
-// Four bytes from global to shared memory without waiting.
-__device__ inline void copy_word(void* to, const void* from) {
+// One or two words of four bytes from global to shared memory without waiting.
+template <int Words = 1>
+__device__ inline void copy_words(void* to, const void* from) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
-}
-
-__device__ inline void copy_two_words(void* to, const void* from) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(4 * Words) : "memory");
 }
 
 // Sixteen bytes, or zeros.

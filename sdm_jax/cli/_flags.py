@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -121,26 +122,17 @@ def path(text: str) -> str:
 
 def number(text: str) -> float:
     """A finite number."""
-    value = _float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
-    return value
+    return _finite(text)
 
 
 def positive(text: str) -> float:
     """A finite number above 0."""
-    value = _float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number above 0, got {text!r}")
-    return value
+    return _finite(text, " above 0", lambda value: value > 0)
 
 
 def nonnegative(text: str) -> float:
     """A finite number of at least 0."""
-    value = _float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text!r}")
-    return value
+    return _finite(text, " of at least 0", lambda value: value >= 0)
 
 
 def _integer(text: str, low: int) -> int:
@@ -153,9 +145,11 @@ def _integer(text: str, low: int) -> int:
     return value
 
 
-def _float(text: str) -> float:
-    """The number that the text is; NaN if it is none."""
+def _finite(text: str, which: str = "", fits: Callable[[float], bool] = lambda value: True) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
-        return math.nan
+        value = math.nan
+    if not (math.isfinite(value) and fits(value)):
+        raise argparse.ArgumentTypeError(f"must be a finite number{which}, got {text!r}")
+    return value
